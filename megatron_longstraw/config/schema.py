@@ -1,0 +1,313 @@
+"""The sections of a run's configuration and every field in them.
+
+What Megatron owns keeps Megatron's spelling. Field names are unique over all sections, so each field is also a
+flat flag: `context_parallel_size` is `--context-parallel-size`.
+"""
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from megatron_longstraw.config.settings import Setting, option, settings_of
+
+_MODULE_FUNCTION = {"pattern": r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "form": "module:function"}
+_CLIP = {
+    "above": 0.0,
+    "below": 1.0,
+    "hint": "it is an offset from a ratio of 1, not a bound: 0.28, not 1.28, lets the ratio grow to 1.28",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy: a decoder of Megatron-Core with rotary positions, SwiGLU and RMSNorm."""
+
+    num_layers: int = option(2, "transformer layers", minimum=1)
+    hidden_size: int = option(64, "width of the residual stream", minimum=1)
+    ffn_hidden_size: int | None = option(None, "inner width of the SwiGLU MLP; none: 4 * hidden_size", minimum=1)
+    num_attention_heads: int = option(4, "query heads", minimum=1)
+    num_query_groups: int | None = option(None, "key-value heads; none: one per query head", minimum=1)
+    kv_channels: int | None = option(None, "size of a head; none: hidden_size / num_attention_heads", minimum=2)
+    vocab_size: int = option(256, "vocabulary entries, padding not counted", minimum=1)
+    make_vocab_size_divisible_by: int = option(
+        128, "pad the vocabulary to a multiple of this times the tensor parallel size", minimum=1
+    )
+    max_position_embeddings: int = option(4194304, "longest prompt plus response, in tokens", minimum=1)
+    position_embedding_type: str = option("rope", "rotary embedding", choices=("rope", "yarn"))
+    rotary_base: float = option(10000.0, "base of the rotary frequencies", above=0.0)
+    rotary_percent: float = option(1.0, "share of a head's channels that rotate", above=0.0, maximum=1.0)
+    use_rope_scaling: bool = option(False, "scale the rotary frequencies the Llama 3 way")
+    rope_scaling_factor: float = option(8.0, "Llama 3 scaling: stretch of the low frequencies", minimum=1.0)
+    rope_scaling_low_freq_factor: float = option(
+        1.0, "Llama 3 scaling: wavelengths over original context / this are stretched fully", above=0.0
+    )
+    rope_scaling_high_freq_factor: float = option(
+        4.0, "Llama 3 scaling: wavelengths under original context / this are left alone", above=0.0
+    )
+    rope_scaling_original_max_position_embeddings: int = option(
+        8192, "Llama 3 scaling: context length of pre-training", minimum=1
+    )
+    yarn_rotary_scaling_factor: float = option(4.0, "YaRN: stretch of the context", minimum=1.0)
+    yarn_original_max_position_embeddings: int = option(4096, "YaRN: context length of pre-training", minimum=1)
+    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is left alone", above=0.0)
+    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is stretched fully", above=0.0)
+    yarn_mscale: float = option(1.0, "YaRN: attention temperature coefficient", minimum=0.0)
+    yarn_mscale_all_dim: float = option(0.0, "YaRN: attention temperature coefficient of all channels", minimum=0.0)
+    normalization: str = option("RMSNorm", "normalization layer", choices=("RMSNorm",))
+    norm_epsilon: float = option(1e-5, "added to the variance inside the norm", above=0.0)
+    qk_layernorm: bool = option(False, "normalize queries and keys per head")
+    add_qkv_bias: bool = option(False, "bias in the query, key, value projection")
+    untie_embeddings_and_output_weights: bool = option(False, "give the LM head weights of its own")
+    softmax_scale: float | None = option(None, "factor on attention scores; none: 1 / sqrt(kv_channels)", above=0.0)
+    num_experts: int | None = option(None, "experts per layer; none: a dense model", minimum=1)
+    moe_router_topk: int = option(2, "experts a token is sent to", minimum=1)
+    moe_ffn_hidden_size: int | None = option(None, "inner width of an expert; none: ffn_hidden_size", minimum=1)
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "inner width of the experts every token passes; none: no such experts", minimum=1
+    )
+    moe_token_dispatcher_type: str = option(
+        "alltoall", "how tokens reach their experts", choices=("alltoall", "allgather")
+    )
+    moe_aux_loss_coeff: float = option(0.0, "load-balancing loss; only 0 is accepted", minimum=0.0)
+    moe_expert_capacity_factor: float | None = option(None, "token capacity of an expert; only none is accepted")
+    moe_input_jitter_eps: float | None = option(None, "router input noise; only none is accepted")
+    init_method_std: float = option(0.02, "standard deviation of random initial weights", minimum=0.0)
+    hidden_dropout: float = option(0.0, "dropout on hidden states; only 0 is accepted", minimum=0.0, maximum=1.0)
+    attention_dropout: float = option(0.0, "dropout on attention; only 0 is accepted", minimum=0.0, maximum=1.0)
+    transformer_impl: str = option(
+        "auto",
+        "layers to build; auto: transformer_engine where it is installed, else local",
+        choices=("auto", "local", "transformer_engine"),
+    )
+    bf16: bool = option(False, "compute in bfloat16; otherwise float32")
+    fp16: bool = option(False, "compute in float16; not accepted")
+
+    def resolve(self) -> ModelConfig:
+        ffn_hidden_size = _default(self.ffn_hidden_size, 4 * self.hidden_size)
+        # Megatron refuses an expert width in a dense model.
+        moe_ffn_hidden_size = self.moe_ffn_hidden_size
+        if self.num_experts is not None:
+            moe_ffn_hidden_size = _default(moe_ffn_hidden_size, ffn_hidden_size)
+        return dataclasses.replace(
+            self,
+            ffn_hidden_size=ffn_hidden_size,
+            num_query_groups=_default(self.num_query_groups, self.num_attention_heads),
+            kv_channels=_default(self.kv_channels, self.hidden_size // max(1, self.num_attention_heads)),
+            moe_ffn_hidden_size=moe_ffn_hidden_size,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model and the tokens are split over the ranks, and what is recomputed to save memory."""
+
+    tensor_model_parallel_size: int = option(1, "ranks that share each weight matrix", minimum=1)
+    pipeline_model_parallel_size: int = option(1, "pipeline stages the layers are split into", minimum=1)
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, "model chunks per pipeline rank (interleaved schedule); none: not interleaved", minimum=1
+    )
+    context_parallel_size: int = option(1, "ranks that share the tokens of a sequence", minimum=1)
+    expert_model_parallel_size: int = option(1, "ranks that share the experts of a layer", minimum=1)
+    sequence_parallel: bool = option(False, "split tokens over the tensor parallel ranks outside the matmuls")
+    use_distributed_optimizer: bool = option(False, "split the optimizer state over the data parallel ranks")
+    overlap_grad_reduce: bool = option(False, "reduce gradients while the last backward still runs")
+    recompute_granularity: str | None = option(
+        None,
+        "recompute activations in backward: full layers, or none",
+        choices=("full",),
+        hint="selective is refused: recompute of core attention would run attention twice on one input",
+    )
+    recompute_method: str | None = option(
+        None, "which layers of a stage to recompute; none: uniform under full", choices=("uniform", "block")
+    )
+    recompute_num_layers: int | None = option(None, "layers per recomputed unit; none: 1 under full", minimum=1)
+    distributed_timeout_minutes: float = option(10.0, "a collective that waits longer fails the run", above=0.0)
+
+    def resolve(self) -> ParallelConfig:
+        if self.recompute_granularity is None:
+            return self
+        return dataclasses.replace(
+            self,
+            recompute_method=_default(self.recompute_method, "uniform"),
+            recompute_num_layers=_default(self.recompute_num_layers, 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixConfig:
+    """The shared prompt: how it is captured, kept and walked back."""
+
+    schedule: str = option(
+        "branch",
+        "branch: the prompt once and its responses apart; full: one whole sequence per response",
+        choices=("branch", "full"),
+    )
+    prefix_grad: str = option(
+        "exact",
+        "gradient through the prompt: exact, frozen (none: biased), or last:N (its last N chunks only)",
+        pattern=r"exact|frozen|last:[1-9][0-9]*",
+        form="exact, frozen or last:N with N >= 1",
+    )
+    prefix_out_tier: str | None = option(
+        None,
+        "where capture keeps each chunk's attention output for the walk back (none: recomputed there); "
+        "unset: device, but none under frozen",
+        choices=("none", "device"),
+    )
+    prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
+    prefix_block_tokens: int = option(8192, "largest key-value block of one attention call, in tokens", minimum=1)
+    branches_per_microbatch: int = option(8, "responses replayed at once, per prompt", minimum=1)
+    prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
+    prefix_state_budget: int | None = option(
+        None,
+        "bytes per rank for prefix states kept from rollout to update; none: keep all, 0: always capture again",
+        minimum=0,
+        is_bytes=True,
+    )
+    log_probs_chunk_size: int = option(1024, "rows through the LM head at once", minimum=1)
+
+    def resolve(self) -> PrefixConfig:
+        tier = "none" if self.prefix_grad == "frozen" else "device"
+        return dataclasses.replace(self, prefix_out_tier=_default(self.prefix_out_tier, tier))
+
+    def num_chunks_walked_back(self, num_chunks: int) -> int:
+        """How many of a prompt's chunks, counted from its end, run again under autograd."""
+        if self.prefix_grad == "exact":
+            return num_chunks
+        if self.prefix_grad == "frozen":
+            return 0
+        return min(int(self.prefix_grad.removeprefix("last:")), num_chunks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How responses are sampled."""
+
+    group_size: int = option(
+        8,
+        "responses per prompt",
+        minimum=1,
+        hint="a group of size 0 has nothing to learn from",
+        aliases=("n", "n-samples-per-prompt"),
+    )
+    max_prompt_length: int | None = option(None, "longest prompt in tokens; none: no limit", minimum=1)
+    max_response_length: int = option(
+        64, "longest response in tokens", minimum=1, aliases=("rollout-max-response-len",)
+    )
+    temperature: float = option(1.0, "sampling temperature", above=0.0, aliases=("rollout-temperature",))
+    top_p: float = option(1.0, "sample from the likeliest tokens of this total probability", above=0.0, maximum=1.0)
+    stop_token_ids: tuple[int, ...] = option((), "token ids that end a response", minimum=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+    """Advantages, the policy loss, and how a step's prompts become optimizer steps."""
+
+    adv_estimator: str = option("grpo", "advantage of a response within its group", choices=("grpo",))
+    norm_adv_by_std_in_grpo: bool = option(True, "divide advantages by the group's standard deviation")
+    clip_ratio: float = option(0.2, "how far the policy ratio may leave 1, both ways", **_CLIP)
+    clip_ratio_low: float | None = option(None, "the same, downwards; none: clip_ratio", **_CLIP)
+    clip_ratio_high: float | None = option(None, "the same, upwards; none: clip_ratio", **_CLIP)
+    loss_agg_mode: str = option(
+        "token-mean",
+        "how token losses become one number",
+        choices=("token-mean", "seq-mean-token-sum", "seq-mean-token-mean"),
+    )
+    ppo_epochs: int = option(1, "passes over a step's responses", minimum=1)
+    ppo_mini_batch_size: int | None = option(
+        None, "prompts (whole groups) per optimizer step; none: train_batch_size", minimum=1
+    )
+    train_batch_size: int = option(
+        1, "prompts per step, over all data parallel ranks", minimum=1, aliases=("rollout-batch-size",)
+    )
+
+    def resolve(self) -> AlgorithmConfig:
+        return dataclasses.replace(
+            self,
+            clip_ratio_low=_default(self.clip_ratio_low, self.clip_ratio),
+            clip_ratio_high=_default(self.clip_ratio_high, self.clip_ratio),
+            ppo_mini_batch_size=_default(self.ppo_mini_batch_size, self.train_batch_size),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+    """How a response is scored."""
+
+    reward_function: str = option(
+        "megatron_longstraw.rewards.exact_match:score", "module:function that scores a response", **_MODULE_FUNCTION
+    )
+    reward_error_policy: str = option(
+        "fail",
+        "when scoring raises: fail the run, score zero, or skip the response",
+        choices=("fail", "zero", "skip"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Adam and its learning rate."""
+
+    lr: float = option(1e-6, "largest learning rate", minimum=0.0)
+    min_lr: float = option(0.0, "learning rate at the end of the decay", minimum=0.0)
+    lr_decay_style: str = option(
+        "constant", "learning rate after the warmup", choices=("constant", "linear", "cosine")
+    )
+    lr_warmup_iters: int = option(0, "steps in which the learning rate rises linearly from 0", minimum=0)
+    lr_decay_iters: int | None = option(None, "steps until min_lr, warmup included; none: train_iters", minimum=1)
+    weight_decay: float = option(0.01, "decoupled weight decay", minimum=0.0)
+    adam_beta1: float = option(0.9, "decay of the gradient average", minimum=0.0, below=1.0)
+    adam_beta2: float = option(0.999, "decay of the squared gradient average", minimum=0.0, below=1.0)
+    adam_eps: float = option(1e-8, "added to Adam's denominator", above=0.0)
+    clip_grad: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Length, data and place of the run."""
+
+    train_iters: int = option(1, "steps (rollout and update) to run", minimum=1)
+    seed: int = option(1234, "seed of weights and sampling", minimum=0)
+    prompt_function: str | None = option(None, "module:function that yields prompts", **_MODULE_FUNCTION)
+    run_dir: str = option("runs/default", "folder for what the run writes", pattern=r".+", form="a folder")
+    nonfinite_policy: str = option(
+        "skip", "when loss or gradient is not finite: skip the update, or stop", choices=("skip", "stop")
+    )
+    max_consecutive_nonfinite_steps: int = option(5, "stop after this many skipped updates in a row", minimum=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    prefix: PrefixConfig = field(default_factory=PrefixConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+
+    def resolve(self) -> Config:
+        """The same run with every default that follows from another field filled in."""
+        return dataclasses.replace(
+            self,
+            model=self.model.resolve(),
+            parallel=self.parallel.resolve(),
+            prefix=self.prefix.resolve(),
+            algorithm=self.algorithm.resolve(),
+        )
+
+
+def _default(value, otherwise):
+    return otherwise if value is None else value
+
+
+SECTIONS: dict[str, type] = {part.name: part.default_factory for part in dataclasses.fields(Config)}
+"""Section name -> its dataclass."""
+
+SETTINGS: dict[str, Setting] = {
+    setting.name: setting for name, section in SECTIONS.items() for setting in settings_of(name, section)
+}
+"""Field name -> what is known about it, over all sections."""

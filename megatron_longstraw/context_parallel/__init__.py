@@ -1,0 +1,1 @@
+"""Who holds which positions, and the collectives over the context-parallel group."""

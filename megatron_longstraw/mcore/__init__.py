@@ -1,0 +1,1 @@
+"""Everything that knows Megatron-Core. No other folder imports megatron."""

@@ -1,0 +1,227 @@
+"""The calls of one optimizer step (DESIGN section 2), each one pass through Megatron-Core's schedule.
+
+    call             micro-batches  order       autograd  attention sees
+    capture          chunks         ascending   off       stored prefix + causal inside; appends its K, V
+    score            branches       any         off       stored prefix + causal inside
+    replay           branches       any         on        the same; dK, dV of the prefix go to the store
+    prefix_backward  chunks         DESCENDING  on        earlier chunks + causal inside; own K, V seeded
+
+Descending order is what makes the seeds complete: by the time a chunk runs backward, all branches and all later
+chunks have added their share.
+"""
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_longstraw.context_parallel.collectives import all_gather_rows
+from megatron_longstraw.mcore.packed import BranchParams
+from megatron_longstraw.mcore.packing import (
+    BranchPack,
+    PromptBatch,
+    branch_ids,
+    chunk_plan,
+    local_rows,
+    pack_branches,
+    pack_values,
+    sequence_slice,
+)
+from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.mcore.schedule import CallItem, run_call
+from megatron_longstraw.prefix.microbatch import MicroBatch
+from megatron_longstraw.prefix.store import PrefixStore
+
+Table = dict[tuple[int, int], np.ndarray]
+"""Per-token float32 values by (prompt of the batch, branch of the group)."""
+
+
+def capture(policy: Policy, batch: PromptBatch | None) -> PrefixStore | None:
+    """Run the prompts (all but their last token) once without autograd and keep every layer's K, V.
+
+    `batch` None: this data-parallel rank has no prompt left but expert-parallel peers do.
+    """
+    if batch is None:
+        run_call(policy, [], grad=False)
+        return None
+    prefix = policy.config.prefix
+    plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
+    store = PrefixStore(
+        num_prompts=batch.num_prompts,
+        plan=plan,
+        num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks),
+        weights_version=policy.weights_version,
+        block_tokens=prefix.prefix_block_tokens,
+        keep_attention=prefix.prefix_out_tier == "device",
+    )
+    items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
+    with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):
+        run_call(policy, items, grad=False)
+    return store
+
+
+def score(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None) -> tuple[Table, Table]:
+    """Log-probs and entropies of every response token under the current weights, on all ranks of the cell."""
+    return _run_branches(policy, store, batch, weights=None)
+
+
+def replay(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None, weights: Table | None) -> tuple[Table, Table]:
+    """Forward and backward of sum(weights * logprobs) over the branches; dK, dV of the prefix go to the store.
+
+    The same packing and kernels as `score`, so that log-probs of one set of weights agree to the last bit.
+    """
+    return _run_branches(policy, store, batch, weights=weights if weights is not None else {})
+
+
+def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None) -> None:
+    """Carry the gradient that replay left in the store through the prompt, last chunk first."""
+    if policy.config.prefix.prefix_grad == "frozen":
+        return
+    if batch is None:
+        run_call(policy, [], grad=True)
+        return
+    store.check_version(policy.weights_version)
+    walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
+    items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
+    num_tokens = sum(store.plan.chunks[index].num_tokens for index in walked_back)
+    with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
+        run_call(policy, items, grad=True)
+
+
+def full_sequences(policy: Policy, batch: PromptBatch | None, weights: Table | None) -> tuple[Table, Table]:
+    """The conventional schedule: every branch as one full sequence, without a store (`--schedule full`).
+
+    `weights` None scores only. One branch per micro-batch; the head sees response positions only.
+    """
+    grad = weights is not None
+    places = [] if batch is None else [
+        (prompt, index)
+        for prompt, group in enumerate(batch.groups)
+        for index, branch in enumerate(group.branches)
+        if branch.num_tokens
+    ]
+    items = [_full_item(policy, batch, place, weights) for place in places]
+    with policy.meter.measure("full" if grad else "score", sum(item.params.micro_batch.rows.num_tokens for item in items)):
+        outputs = run_call(policy, items, grad=grad)
+    return tuple(_full_table(policy, batch, places, items, outputs, name) for name in ("logprobs", "entropy"))
+
+
+def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: int, **facts) -> CallItem:
+    rows = store.plan.chunks[index]
+    ids = batch.prefix_ids()[:, rows.start : rows.start + rows.num_tokens]
+    mb = MicroBatch(
+        rows=rows,
+        num_prompts=batch.num_prompts,
+        store=store,
+        visible_tokens=store.plan.local_offset(index),
+        chunk_index=index,
+        **facts,
+    )
+    return CallItem(_params(mb), local_rows(ids, rows, policy.layout.device))
+
+
+def _params(mb: MicroBatch) -> BranchParams:
+    return BranchParams(micro_batch=mb, rotary_offset=mb.rows.local_start, rotary_rows=mb.rows.local_tokens)
+
+
+def _run_branches(policy, store, batch, weights: Table | None) -> tuple[Table, Table]:
+    grad = weights is not None
+    if batch is None:
+        run_call(policy, [], grad=grad)
+        return {}, {}
+    store.check_version(policy.weights_version)
+    packs = pack_branches(batch, policy.config.prefix.branches_per_microbatch)
+    items = [_branch_item(policy, store, batch, pack, weights) for pack in packs]
+    num_tokens = sum(branch.num_tokens for group in batch.groups for branch in group.branches)
+    with policy.meter.measure("replay" if grad else "score", num_tokens):
+        outputs = run_call(policy, items, grad=grad)
+    return tuple(_branch_table(policy, batch, packs, items, outputs, name) for name in ("logprobs", "entropy"))
+
+
+def _branch_item(policy: Policy, store: PrefixStore, batch: PromptBatch, pack: BranchPack, weights: Table | None) -> CallItem:
+    rows = sequence_slice(batch.num_prefix_tokens, pack.num_tokens, policy.layout)
+    mb = MicroBatch(
+        rows=rows,
+        num_prompts=batch.num_prompts,
+        store=store,
+        visible_tokens=store.local_tokens,
+        grad=weights is not None,
+        head=True,
+    )
+    device = policy.layout.device
+    inputs, labels = (local_rows(ids, rows, device) for ids in branch_ids(batch, pack))
+    local_weights = None if weights is None else local_rows(pack_values(pack, weights), rows, device)
+    return CallItem(_params(mb), inputs, labels, local_weights)
+
+
+def _branch_table(policy, batch, packs: list[BranchPack], items: list[CallItem], outputs: list[dict], name: str) -> Table:
+    """Gather per-token results over cp and send them from the last stage to the whole cell."""
+    layout = policy.layout
+    shapes = [(item.params.micro_batch.rows.local_tokens * layout.cp_size, len(pack.rows)) for item, pack in zip(items, packs)]
+    parts = [all_gather_rows(output[name], layout.groups.cp) for output in outputs]  # [S, b] each
+    table: Table = {}
+    for pack, values in zip(packs, _to_all_stages(policy, parts, shapes)):
+        for row, place in enumerate(pack.rows):
+            if place is not None:
+                num_tokens = batch.groups[place[0]].branches[place[1]].num_tokens
+                table[place] = values[:num_tokens, row].copy()
+    return table
+
+
+def _to_all_stages(policy: Policy, parts: list[torch.Tensor], shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """Tensors of known shapes from the last pipeline stage to every stage, as host arrays."""
+    layout = policy.layout
+    sizes = [int(np.prod(shape)) for shape in shapes]
+    if layout.is_last_stage and parts:
+        flat = torch.cat([part.reshape(-1).float() for part in parts])
+    else:
+        flat = torch.zeros(sum(sizes), device=layout.device)
+    if layout.pp_size > 1 and flat.numel():
+        dist.broadcast(flat, src=dist.get_process_group_ranks(layout.groups.pp)[-1], group=layout.groups.pp)
+    host = flat.cpu().numpy()
+    ends = np.cumsum(sizes)
+    return [host[end - size : end].reshape(shape) for end, size, shape in zip(ends, sizes, shapes)]
+
+
+def _full_item(policy: Policy, batch: PromptBatch, place: tuple[int, int], weights: Table | None) -> CallItem:
+    group = batch.groups[place[0]]
+    response = group.branches[place[1]].response_ids
+    ids = np.concatenate([group.prompt_ids, response[:-1]])[None]
+    rows = sequence_slice(0, ids.shape[1], policy.layout)
+    begin = max(group.num_prefix_tokens - rows.local_start, 0)
+    head = slice(min(begin, rows.local_tokens), max(rows.valid_local_tokens, min(begin, rows.local_tokens)))
+    first = rows.local_start + head.start - group.num_prefix_tokens  # response token of the first scored row
+    device = policy.layout.device
+
+    def scored(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values[None, first : first + head.stop - head.start].copy()).to(device)
+
+    mb = MicroBatch(rows=rows, grad=weights is not None, head=True)
+    return CallItem(
+        _params(mb),
+        local_rows(ids, rows, device),
+        scored(response),
+        None if weights is None else scored(weights[place]),
+        head,
+    )
+
+
+def _full_table(policy, batch, places, items: list[CallItem], outputs: list[dict], name: str) -> Table:
+    """Scatter each rank's response rows into full rows, sum over cp, send to all stages."""
+    layout = policy.layout
+    parts, shapes = [], []
+    for number, place in enumerate(places):
+        rows = items[number].params.micro_batch.rows
+        prefix_tokens = batch.groups[place[0]].num_prefix_tokens
+        shapes.append((batch.groups[place[0]].branches[place[1]].num_tokens,))
+        if not outputs:
+            continue
+        values = torch.zeros(shapes[-1], device=layout.device)
+        if name in outputs[number]:
+            head = items[number].head_rows
+            first = rows.local_start + head.start - prefix_tokens
+            values[first : first + head.stop - head.start] = outputs[number][name][:, 0]
+        if layout.cp_size > 1:
+            dist.all_reduce(values, group=layout.groups.cp)
+        parts.append(values)
+    return dict(zip(places, (values.copy() for values in _to_all_stages(policy, parts, shapes))))

@@ -1,0 +1,133 @@
+"""The policy: this rank's model chunks inside Megatron's DDP, the head, and the version of the weights."""
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer.module import Float16Module
+
+from megatron_longstraw.config import Config
+from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore.logprobs import ResponseHead
+from megatron_longstraw.mcore.model import build_model_chunks
+from megatron_longstraw.mcore.parallel import Layout
+from megatron_longstraw.mcore.parameters import initialize_weights
+from megatron_longstraw.metering import Meter
+from megatron_longstraw.prefix.store import StaleStoreError
+
+
+class Policy:
+    """What the calls of a step work on.
+
+    `chunks` are the bare GPTModels, `ddp` the same wrapped for gradients: `param.main_grad` (float32) holds what
+    backward has added since `zero_grad`, summed over dp-cp by `finalize_gradients`.
+    """
+
+    def __init__(self, config: Config, layout: Layout):
+        self.config, self.layout = config, layout
+        cpu_runtime.install()
+        self.chunks: list[GPTModel] = build_model_chunks(config)
+        initialize_weights(self.chunks, config.model, config.run.seed)
+        for chunk in self.chunks:
+            chunk.to(layout.device)
+        self.megatron_config = self.chunks[0].config
+        self.ddp = [self._wrap(chunk) for chunk in self.chunks]
+        self.head = None
+        if layout.is_last_stage:
+            self.head = ResponseHead(
+                self.chunks[-1],
+                config.model.vocab_size,
+                config.rollout.temperature,
+                config.prefix.log_probs_chunk_size,
+                layout.groups.tp,
+            )
+        self.meter = Meter()
+        self._steps = 0
+        self._checksum = self.checksum()
+
+    def _wrap(self, chunk: GPTModel) -> DistributedDataParallel:
+        parallel = self.config.parallel
+        module = Float16Module(chunk.config, chunk) if self.config.model.bf16 else chunk
+        return DistributedDataParallel(
+            chunk.config,
+            DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True,
+                overlap_grad_reduce=parallel.overlap_grad_reduce,
+                use_distributed_optimizer=parallel.use_distributed_optimizer,
+            ),
+            module,
+        )
+
+    # -- gradients -------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        for ddp in self.ddp:
+            ddp.zero_grad_buffer()
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Hold back overlapped gradient reduction: the prefix backward gives the head no gradient, so Megatron's
+        ready counts never match inside a call (param_and_grad_buffer.py:206)."""
+        with contextlib.ExitStack() as stack:
+            for ddp in self.ddp:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+    def finalize_gradients(self) -> None:
+        """Sum gradients over dp-cp (and tp, embedding groups), once per optimizer step.
+
+        No token count is passed: token weights are already normalised over the global batch.
+        """
+        if self.config.parallel.overlap_grad_reduce:
+            for ddp in self.ddp:
+                groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+                if not all(group.is_first_batch for group in groups):
+                    ddp.start_grad_sync()
+        finalize_model_grads(self.ddp, None)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def headless(self):
+        """GPTModel returns hidden states instead of logits (gpt_model.py:608); the block keeps its final norm."""
+        flags = [chunk.post_process for chunk in self.chunks]
+        for chunk in self.chunks:
+            chunk.post_process = False
+        try:
+            yield
+        finally:
+            for chunk, flag in zip(self.chunks, flags):
+                chunk.post_process = flag
+
+    # -- weights ---------------------------------------------------------------------------------------------
+
+    @property
+    def weights_version(self) -> int:
+        """Optimizer steps so far. Checked by every call that reads a prefix store.
+
+        Raises:
+            StaleStoreError: the weights changed and nobody called `weights_changed`.
+        """
+        checksum = self.checksum()
+        if checksum != self._checksum:
+            raise StaleStoreError(
+                "the weights changed without notice, so prefix states may belong to other weights: call "
+                "policy.weights_changed() after every optimizer step of your own"
+            )
+        return self._steps
+
+    def weights_changed(self) -> None:
+        """Say that the weights moved: prefix states captured before are stale from here on."""
+        self._steps += 1
+        self._checksum = self.checksum()
+
+    def checksum(self) -> int:
+        """Sum of the bit patterns of all local parameters (one read of the weights; any single change shows)."""
+        total = 0
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                bits = torch.int16 if parameter.element_size() == 2 else torch.int32
+                total += int(parameter.detach().contiguous().view(bits).sum(dtype=torch.int64))
+        return total
