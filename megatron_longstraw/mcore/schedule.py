@@ -27,8 +27,8 @@ class CallItem:
     """int64 [b, rows of the head]"""
     weights: Tensor | None = None
     """float32 [b, rows of the head]: dL/dlogp, normalised; None where no gradient is wanted."""
-    head_rows: slice = slice(None)
-    """Local rows whose labels are scored."""
+    head_rows: slice | None = None
+    """Local rows whose labels are scored; None: all of them."""
 
 
 OutputFn = Callable[[CallItem, Tensor], dict]
@@ -80,7 +80,7 @@ def _loss(policy: Policy, grad: bool, output: OutputFn | None, item: CallItem, h
         return hidden.new_zeros(()), no_count, output(item, hidden)
     if item.labels is None or item.labels.numel() == 0:
         return ZeroLoss.apply(hidden), no_count, {}
-    rows = policy.head.full_rows(hidden)[item.head_rows]  # [rows, b, h]
+    rows = policy.head.full_rows(hidden)[item.head_rows or slice(None)]  # [rows, b, h]
     logprobs, entropy = policy.head.logprobs(rows.reshape(-1, rows.shape[-1]), item.labels.t().reshape(-1))
     logprobs, entropy = (x.view(rows.shape[:2]) for x in (logprobs, entropy))
     loss = (logprobs * item.weights.t()).sum() if grad else logprobs.new_zeros(())
