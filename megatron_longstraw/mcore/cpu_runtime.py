@@ -100,9 +100,10 @@ def _on_cpu(factory):
     return create
 
 
-class _CudaTypeNames(TorchFunctionMode):
-    """`param.type()` answers 'torch.cuda.FloatTensor' (optimizer/optimizer.py:690, distrib_optimizer.py:361, 420
-    and clip_grads.py:167 accept nothing else). Entered around optimizer calls only."""
+class _CudaTensorMethods(TorchFunctionMode):
+    """Tensor methods that name CUDA: `param.type()` answers 'torch.cuda.FloatTensor' (optimizer/optimizer.py:690,
+    distrib_optimizer.py:361, 420 and clip_grads.py:167 accept nothing else); `.cuda()` stays where it is
+    (models/common/language_module/language_module.py:244)."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
@@ -112,9 +113,10 @@ class _CudaTypeNames(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def optimizer_scope():
-    """Context for building, stepping, saving and loading a Megatron optimizer."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaTypeNames()
+def tensor_scope():
+    """Context for building a model and for building, stepping, saving and loading an optimizer. Training calls
+    need no such scope and pay nothing for it."""
+    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaTensorMethods()
 
 
 def install() -> bool:

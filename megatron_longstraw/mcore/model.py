@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_longstraw.config import Config, ConfigError, ModelConfig
+from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.core_attention import BranchCoreAttention
 from megatron_longstraw.mcore.normalization import TorchRMSNorm
 from megatron_longstraw.mcore.rotary import OffsetRotary, llama3_inv_freq
@@ -114,6 +115,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         options.update(
             num_moe_experts=model.num_experts,
             moe_router_topk=model.moe_router_topk,
+            # Softmax over one chosen expert is constant 1: top-1 weighs by the softmax over all (Megatron insists).
+            moe_router_pre_softmax=model.moe_router_topk == 1,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
             # The auxiliary loss would be counted with weights of its own; refused by the config rules.
@@ -162,7 +165,8 @@ def build_model_chunks(config: Config) -> list[GPTModel]:
     stages = [None]
     if parallel.num_virtual_stages_per_pipeline_rank is not None:
         stages = list(range(parallel.num_virtual_stages_per_pipeline_rank))
-    return [_build_chunk(model, megatron_config, parallel.tensor_model_parallel_size, stage) for stage in stages]
+    with cpu_runtime.tensor_scope():
+        return [_build_chunk(model, megatron_config, parallel.tensor_model_parallel_size, stage) for stage in stages]
 
 
 def _build_chunk(model: ModelConfig, config: TransformerConfig, tp_size: int, vp_stage: int | None) -> GPTModel:

@@ -83,7 +83,10 @@ def test_top_p_log_probs_and_the_surviving_mass():
 
 @pytest.mark.parametrize(
     "top_p, kept",
-    [(1e-9, [1]), (0.5, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [1, 2, 3]), (0.96, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3])],
+    [
+        (1e-9, [1]), (0.5, [1]), (0.51, [1, 3]), (0.79, [1, 3]), (0.81, [1, 2, 3]),
+        (0.96, [0, 1, 2, 3]), (1.0, [0, 1, 2, 3]),
+    ],
 )
 def test_nucleus_keeps_the_token_that_reaches_top_p(top_p, kept):
     """Dropping it, or an empty nucleus at small top_p, are the usual mistakes. Ids are not in order of probability."""
