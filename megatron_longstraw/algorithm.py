@@ -1,138 +1,152 @@
-"""One optimizer step of exact branch replay.
+"""One RL step, top to bottom: roll out, score, replay, walk the prompts back, update.
 
 How it differs from a textbook GRPO step:
-1. The prompt runs once per step, not once per response: `capture` keeps each layer's K, V.
-2. Responses are replayed against that state under autograd; their gradient to it is collected in float32.
-3. `prefix_backward` carries the collected gradient through the prompt, chunk by chunk, last chunk first. With it
-   the gradient equals full-sequence training (`--prefix-grad frozen` leaves it out: the published, biased method).
-4. The loss reaches the model as token weights w = dL/dlogp, normalised over the whole batch beforehand, so no
-   split into micro-batches or ranks can change it, and nothing is rescaled on the way.
-5. Gradients are summed over ranks once, after the last prompt; then one clip, one optimizer step.
+1. The prompt runs once per optimizer step, not once per response: `capture` keeps each layer's K, V, rollout
+   decodes against them, and `replay` trains the responses against them (gradients.py, mcore/calls.py).
+2. `prefix_backward` carries the gradient that responses send to the prompt through it, chunk by chunk, last chunk
+   first. With it the gradient equals full-sequence training; `--prefix-grad frozen` leaves it out (biased).
+3. The loss reaches the model as token weights w = dL/dlogp, normalised over the whole batch beforehand, so no
+   split into micro-batches or ranks changes it. Gradients are summed over ranks once per update.
+4. Old log-probs are those of the weights that sampled: with one update per step the ratio is exactly 1 and no
+   scoring pass is needed; with several, they are scored before the first.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_longstraw.mcore.calls import Table, capture, full_sequences, prefix_backward, replay, score
-from megatron_longstraw.mcore.packing import PromptBatch
+from megatron_longstraw.gradients import Work, accumulate_gradients, has_signal
+from megatron_longstraw.mcore.calls import capture, score
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
+from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
-from megatron_longstraw.objectives.aggregation import Totals, count
+from megatron_longstraw.objectives.advantages import ADVANTAGE_ESTIMATORS
 from megatron_longstraw.objectives.metrics import MetricSums
-from megatron_longstraw.objectives.policy_loss import Objective
+from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
+from megatron_longstraw.rollout.scoring import Scorer
+from megatron_longstraw.rollout.generate import generate
+from megatron_longstraw.types import PromptGroup
 
 
 @dataclass
-class Work:
-    """One batch of prompts with scored responses, as an update needs it."""
+class StepReport:
+    """What one RL step did."""
 
-    batch: PromptBatch | None
-    """None: nothing left on this rank while expert-parallel peers still work."""
-    advantages: dict[tuple[int, int], float] = field(default_factory=dict)
-    old_logprobs: Table | None = None
-    """Log-probs before the first of several updates; None: this is the first update, old = current, ratio 1."""
-    store: PrefixStore | None = None
-    """State captured earlier under the current weights, to be used up; None: capture again."""
-
-    def branches(self):
-        for prompt, group in enumerate(self.batch.groups if self.batch else ()):
-            for index, branch in enumerate(group.branches):
-                yield (prompt, index), branch
-
-    def loss_masks(self) -> dict[tuple[int, int], np.ndarray]:
-        """Response masks; a response without a score (no advantage) trains nothing."""
-        return {place: branch.loss_mask * (place in self.advantages) for place, branch in self.branches()}
+    groups: list[PromptGroup]
+    """This data-parallel rank's groups, with their responses and rewards."""
+    metrics: MetricSums
+    """This rank's share; add those of the data-parallel ranks."""
+    updates: int = 0
+    skipped: list[str] = field(default_factory=list)
+    """Why updates did not happen: "no signal" or "not finite"."""
 
 
-def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective) -> MetricSums:
-    """Add the gradient of the objective over all work of all ranks to `main_grad` and sum it over ranks, once.
+class RLStep:
+    """Everything a step needs that outlives it."""
 
-    Returns the metrics of this rank's share (add those of the data-parallel ranks).
-    """
-    totals = global_totals(policy, work)
-    metrics = MetricSums()
-    policy.zero_grad()
-    for item in work:
-        weigh = _TokenWeights(objective, item, totals)
-        if policy.config.prefix.schedule == "full":
-            logprobs, entropy = _full_update(policy, item, weigh)
-        else:
-            logprobs, entropy = _branch_update(policy, item, weigh)
-        metrics = metrics + weigh.metrics(logprobs, entropy)
-    policy.finalize_gradients()
-    return metrics
+    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, scorer: Scorer):
+        self.policy, self.optimizer, self.scorer = policy, optimizer, scorer
+        algorithm = policy.config.algorithm
+        self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 
+    def run(self, step: int, groups: list[PromptGroup]) -> StepReport:
+        """One step on the global batch `groups` (the same list on every rank)."""
+        algorithm = self.policy.config.algorithm
+        minibatches = self._split(groups)
+        self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
+        own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
+        report = StepReport(own, self.scorer.score(self.policy.layout, own))
+        for work in minibatches:
+            for item in work:
+                item.advantages = self._advantages(item)
+        for _ in range(algorithm.ppo_epochs):
+            for work in minibatches:
+                self._update(work, report)
+        release(minibatches)
+        return report
 
-def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
-    store = item.store or capture(policy, item.batch)
-    item.store = None
-    if item.old_logprobs is not None:
-        weigh.at(score(policy, store, item.batch)[0])
-    logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
-    prefix_backward(policy, store, item.batch)
-    if store is not None:
-        store.release()
-    return logprobs, entropy
+    def _split(self, groups: list[PromptGroup]) -> list[list[Work]]:
+        """Whole groups into mini-batches, each dealt over the data-parallel ranks."""
+        config, layout = self.policy.config, self.policy.layout
+        size = config.algorithm.ppo_mini_batch_size
+        minibatches = []
+        for begin in range(0, len(groups), size):
+            own = groups[begin : begin + size][layout.dp_rank :: layout.dp_size]
+            batches = batch_prompts(own, config.prefix.prompts_per_microbatch)
+            minibatches.append([Work(batch) for batch in in_step(self.policy, batches)])
+        return minibatches
 
+    def _roll_out(self, step: int, minibatches: list[list[Work]], score_old: bool) -> None:
+        """Capture and sample every prompt; the first mini-batch's stores stay for its update, budget permitting."""
+        kept_bytes = 0
+        for number, work in enumerate(minibatches):
+            for item in work:
+                store = capture(self.policy, item.batch, walk_back=number == 0)
+                generate(self.policy, store, item.batch, step=step)
+                if score_old:
+                    item.old_logprobs, _ = score(self.policy, store, item.batch)
+                num_bytes = 0 if store is None else store.nbytes
+                if number == 0 and self._fits(kept_bytes + num_bytes):
+                    item.store, kept_bytes = store, kept_bytes + num_bytes
+                elif store is not None:
+                    store.release()
 
-def _full_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
-    if item.old_logprobs is not None:
-        weigh.at(full_sequences(policy, item.batch, None)[0])
-    return full_sequences(policy, item.batch, weigh.weights)
+    def _fits(self, num_bytes: int) -> bool:
+        budget = self.policy.config.prefix.prefix_state_budget
+        if self.policy.config.prefix.schedule == "full":
+            return False
+        fits = torch.tensor(float(budget is None or num_bytes <= budget), device=self.policy.layout.device)
+        # Capturing again is a call that pipeline, context and expert peers take part in: all decide alike.
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=None if self.policy.layout.ep_size > 1 else self.policy.layout.cell)
+        return bool(fits)
 
+    def _advantages(self, item: Work) -> dict[tuple[int, int], float]:
+        """By (prompt, branch); responses without a score or without tokens have none and train nothing."""
+        algorithm = self.policy.config.algorithm
+        estimate = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+        advantages = {}
+        for prompt, group in enumerate(item.batch.groups if item.batch else ()):
+            rewards = [branch.reward for branch in group.branches]
+            has_tokens = [branch.num_tokens > 0 for branch in group.branches]
+            values = estimate(rewards, has_tokens, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
+            for index, value in enumerate(values):
+                if rewards[index] is not None and has_tokens[index]:
+                    advantages[prompt, index] = float(value)
+        return advantages
 
-class _TokenWeights:
-    """dL/dlogp of one piece of work, by place."""
-
-    def __init__(self, objective: Objective, item: Work, totals: Totals):
-        self.objective, self.item = objective, item
-        masks = item.loss_masks()
-        self.places = list(masks)
-        self.advantages = [item.advantages.get(place, 0.0) for place in self.places]
-        self.scale = objective.scale(list(masks.values()), totals)
-        weights = objective.weights_first_update(self.scale, self.advantages, list(masks.values()))
-        self.weights: Table = dict(zip(self.places, weights))
-
-    def at(self, logprobs: Table) -> None:
-        """Weights at these current log-probs against the old ones."""
-        self.weights = dict(zip(self.places, self._evaluate(logprobs).weights))
-
-    def _evaluate(self, logprobs: Table):
-        current = [logprobs.get(place, np.zeros(0, np.float32)) for place in self.places]
-        old = self.item.old_logprobs
-        before = current if old is None else [old.get(place, np.zeros(0, np.float32)) for place in self.places]
-        return self.objective.evaluate(current, before, self.advantages, self.scale)
-
-    def metrics(self, logprobs: Table, entropy: Table) -> MetricSums:
-        evaluation = self._evaluate(logprobs)
-        trained = [(entropy[place], scale != 0) for place, scale in zip(self.places, self.scale) if place in entropy]
-        total = float(sum(values[mask].sum() for values, mask in trained))
-        num_tokens = float(sum(mask.sum() for _, mask in trained))
-        return evaluation.metrics + MetricSums(
-            means={"actor/entropy": (total, num_tokens)},
-            totals={"training/nonfinite_tables": float(not evaluation.is_finite)},
+    def _update(self, work: list[Work], report: StepReport) -> None:
+        """One optimizer step, or the reason why not; without one weights, optimizer and schedule stay untouched."""
+        if not has_signal(self.policy, work):
+            report.skipped.append("no signal")
+            return
+        metrics = accumulate_gradients(self.policy, work, self.objective)
+        report.metrics = report.metrics + metrics
+        if not gradients_finite(self.policy):
+            report.skipped.append("not finite")
+            return
+        result = self.optimizer.step()
+        report.updates += 1
+        share = 1.0 / self.policy.layout.dp_size  # every rank reports the same value
+        report.metrics = report.metrics + MetricSums(
+            means={"actor/grad_norm": (result.grad_norm * share, share), "actor/lr": (result.lr * share, share)}
         )
 
 
-def global_totals(policy: Policy, work: list[Work]) -> Totals:
-    """Loss tokens and sequences of the step over all data-parallel ranks (each prompt lives on one dp rank)."""
-    own = Totals()
-    for item in work:
-        own = own + count(list(item.loss_masks().values()))
-    values = torch.tensor([own.num_loss_tokens, own.num_sequences], dtype=torch.float64, device=policy.layout.device)
-    if policy.layout.dp_size > 1:
-        dist.all_reduce(values, group=policy.layout.groups.dp)
-    return Totals(*values.tolist())
+def in_step(policy: Policy, batches: list) -> list:
+    """Equally many batches on every expert-parallel peer: ranks that have fewer take part with None."""
+    if policy.layout.ep_size == 1:
+        return batches
+    most = torch.tensor(len(batches), device=policy.layout.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return batches + [None] * (int(most) - len(batches))
 
 
-def has_signal(policy: Policy, work: list[Work]) -> bool:
-    """Whether any token of the step, on any rank, carries weight. Without one the weights must not move."""
-    own = any(item.advantages.get(place, 0.0) and mask.any() for item in work for place, mask in item.loss_masks().items())
-    flag = torch.tensor(float(own), device=policy.layout.device)
-    if policy.layout.dp_size > 1:
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=policy.layout.groups.dp)
-    return bool(flag)
+def release(minibatches: list[list[Work]]) -> None:
+    """Free stores that no update used up."""
+    for item in (item for work in minibatches for item in work):
+        if isinstance(item.store, PrefixStore):
+            item.store.release()
+        item.store = None

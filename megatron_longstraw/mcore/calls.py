@@ -36,10 +36,12 @@ Table = dict[tuple[int, int], np.ndarray]
 """Per-token float32 values by (prompt of the batch, branch of the group)."""
 
 
-def capture(policy: Policy, batch: PromptBatch | None) -> PrefixStore | None:
+def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True) -> PrefixStore | None:
     """Run the prompts (all but their last token) once without autograd and keep every layer's K, V.
 
-    `batch` None: this data-parallel rank has no prompt left but expert-parallel peers do.
+    Args:
+        batch: None when this data-parallel rank has no prompt left but expert-parallel peers do.
+        walk_back: the store may serve an update; False keeps nothing for a prefix backward (sampling, scoring).
     """
     if batch is None:
         run_call(policy, [], grad=False)
@@ -49,7 +51,7 @@ def capture(policy: Policy, batch: PromptBatch | None) -> PrefixStore | None:
     store = PrefixStore(
         num_prompts=batch.num_prompts,
         plan=plan,
-        num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks),
+        num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks) if walk_back else 0,
         weights_version=policy.weights_version,
         block_tokens=prefix.prefix_block_tokens,
         keep_attention=prefix.prefix_out_tier == "device",

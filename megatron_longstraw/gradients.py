@@ -1,0 +1,133 @@
+"""The gradient of one optimizer step: token weights, and the calls that turn them into `main_grad`.
+
+For every batch of prompts: capture (unless a store is at hand), score where ratios are not 1 by construction,
+replay, prefix backward; then one finalize over all ranks. `--schedule full` runs whole sequences instead, with
+the same weights.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_longstraw.mcore.calls import Table, capture, full_sequences, prefix_backward, replay, score
+from megatron_longstraw.mcore.packing import PromptBatch
+from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.objectives.aggregation import Totals, count
+from megatron_longstraw.objectives.metrics import MetricSums
+from megatron_longstraw.objectives.policy_loss import Objective
+from megatron_longstraw.prefix.store import PrefixStore
+
+
+@dataclass
+class Work:
+    """One batch of prompts with scored responses, as an update needs it."""
+
+    batch: PromptBatch | None
+    """None: nothing left on this rank while expert-parallel peers still work."""
+    advantages: dict[tuple[int, int], float] = field(default_factory=dict)
+    old_logprobs: Table | None = None
+    """Log-probs before the first of several updates; None: this is the first update, old = current, ratio 1."""
+    store: PrefixStore | None = None
+    """State captured earlier under the current weights, to be used up; None: capture again."""
+
+    def branches(self):
+        for prompt, group in enumerate(self.batch.groups if self.batch else ()):
+            for index, branch in enumerate(group.branches):
+                yield (prompt, index), branch
+
+    def loss_masks(self) -> dict[tuple[int, int], np.ndarray]:
+        """Response masks; a response without a score (no advantage) trains nothing."""
+        return {place: branch.loss_mask * (place in self.advantages) for place, branch in self.branches()}
+
+
+def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective) -> MetricSums:
+    """Add the gradient of the objective over all work of all ranks to `main_grad` and sum it over ranks, once.
+
+    Returns the metrics of this rank's share (add those of the data-parallel ranks).
+    """
+    totals = global_totals(policy, work)
+    metrics = MetricSums()
+    policy.zero_grad()
+    for item in work:
+        weigh = _TokenWeights(objective, item, totals)
+        if policy.config.prefix.schedule == "full":
+            logprobs, entropy = _full_update(policy, item, weigh)
+        else:
+            logprobs, entropy = _branch_update(policy, item, weigh)
+        metrics = metrics + weigh.metrics(logprobs, entropy)
+    policy.finalize_gradients()
+    return metrics
+
+
+def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
+    store = item.store or capture(policy, item.batch)
+    item.store = None
+    if item.old_logprobs is not None:
+        weigh.at(score(policy, store, item.batch)[0])
+    logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
+    prefix_backward(policy, store, item.batch)
+    if store is not None:
+        store.release()
+    return logprobs, entropy
+
+
+def _full_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
+    if item.old_logprobs is not None:
+        weigh.at(full_sequences(policy, item.batch, None)[0])
+    return full_sequences(policy, item.batch, weigh.weights)
+
+
+class _TokenWeights:
+    """dL/dlogp of one piece of work, by place."""
+
+    def __init__(self, objective: Objective, item: Work, totals: Totals):
+        self.objective, self.item = objective, item
+        masks = item.loss_masks()
+        self.places = list(masks)
+        self.advantages = [item.advantages.get(place, 0.0) for place in self.places]
+        self.scale = objective.scale(list(masks.values()), totals)
+        weights = objective.weights_first_update(self.scale, self.advantages, list(masks.values()))
+        self.weights: Table = dict(zip(self.places, weights))
+
+    def at(self, logprobs: Table) -> None:
+        """Weights at these current log-probs against the old ones."""
+        self.weights = dict(zip(self.places, self._evaluate(logprobs).weights))
+
+    def _evaluate(self, logprobs: Table):
+        current = [logprobs.get(place, np.zeros(0, np.float32)) for place in self.places]
+        old = self.item.old_logprobs
+        before = current if old is None else [old.get(place, np.zeros(0, np.float32)) for place in self.places]
+        return self.objective.evaluate(current, before, self.advantages, self.scale)
+
+    def metrics(self, logprobs: Table, entropy: Table) -> MetricSums:
+        evaluation = self._evaluate(logprobs)
+        trained = [(entropy[place], scale != 0) for place, scale in zip(self.places, self.scale) if place in entropy]
+        total = float(sum(values[mask].sum() for values, mask in trained))
+        num_tokens = float(sum(mask.sum() for _, mask in trained))
+        return evaluation.metrics + MetricSums(
+            means={"actor/entropy": (total, num_tokens)},
+            totals={"training/nonfinite_tables": float(not evaluation.is_finite)},
+        )
+
+
+def global_totals(policy: Policy, work: list[Work]) -> Totals:
+    """Loss tokens and sequences of the step over all data-parallel ranks (each prompt lives on one dp rank)."""
+    own = Totals()
+    for item in work:
+        own = own + count(list(item.loss_masks().values()))
+    values = torch.tensor([own.num_loss_tokens, own.num_sequences], dtype=torch.float64, device=policy.layout.device)
+    if policy.layout.dp_size > 1:
+        dist.all_reduce(values, group=policy.layout.groups.dp)
+    return Totals(*values.tolist())
+
+
+def has_signal(policy: Policy, work: list[Work]) -> bool:
+    """Whether any token of the step, on any rank, carries weight. Without one the weights must not move."""
+    own = any(item.advantages.get(place, 0.0) and mask.any() for item in work for place, mask in item.loss_masks().items())
+    flag = torch.tensor(float(own), device=policy.layout.device)
+    if policy.layout.dp_size > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=policy.layout.groups.dp)
+    return bool(flag)
