@@ -3,7 +3,7 @@
 One process, no parallelism, no DDP, no schedule. Shares the model's shape and its initial weights with the
 package (they define what is compared) and nothing of attention, positions, log-probs, losses or gradients.
 
-    python tools/full_sequence_oracle.py CASE.pt OUTPUT.pt
+    python tools/full_sequence_oracle.py CASE.pt OUTPUT.pt [CASE.pt OUTPUT.pt ...]
 
 CASE.pt holds {"config": TOML text, "perturb_seed", "samples": [{"prompt", "response", "weights", "detach"}]};
 OUTPUT.pt receives {"grads": {global name: tensor}, "logprobs": [tensor per sample]}. `detach` is the number of leading
@@ -12,6 +12,7 @@ tokens whose K, V are cut from the graph (0: the exact gradient; P - 1: what fro
 from __future__ import annotations
 
 import math
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -118,5 +119,13 @@ def run(case: dict) -> dict:
     return {"grads": grads, "logprobs": logprobs}
 
 
+def main(files: list[str]) -> None:
+    for case, output in zip(files[::2], files[1::2]):
+        # Written under another name first: several runs may share one folder of answers.
+        unfinished = f"{output}.{os.getpid()}"
+        torch.save(run(torch.load(case)), unfinished)
+        os.rename(unfinished, output)
+
+
 if __name__ == "__main__":
-    torch.save(run(torch.load(sys.argv[1])), sys.argv[2])
+    main(sys.argv[1:])

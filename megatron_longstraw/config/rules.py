@@ -274,7 +274,7 @@ def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
             *axes,
         )
     elif not _divides(parallel.expert_model_parallel_size, world_size // max(1, pp)):
-        # Experts are spread over all ranks of a pipeline stage, whatever those do in attention.
+        # Experts are whole (expert tensor parallel size 1) and spread over all ranks of a pipeline stage.
         yield _problem(
             f"expert_model_parallel_size {parallel.expert_model_parallel_size} for the "
             f"{world_size // pp} ranks of a pipeline stage",

@@ -88,6 +88,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel.sequence_parallel,
         # Chunks and branches have lengths of their own: shapes go ahead of the activations.
         variable_seq_lengths=pipelined,

@@ -75,6 +75,8 @@ def initialize(config: cfg.Config) -> Layout:
         virtual_pipeline_model_parallel_size=parallel.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        # Whole experts on every rank: cut experts would gather unequal token counts over tp, which gloo cannot.
+        expert_tensor_parallel_size=1,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
     # Dropout is refused, so every rank may share one stream; Megatron only insists on having a tracker.

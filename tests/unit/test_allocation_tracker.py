@@ -1,14 +1,9 @@
 """Allocation counts against sums done by hand."""
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 
 from allocation_tracker import AllocationTracker
 
