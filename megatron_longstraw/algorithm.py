@@ -42,6 +42,8 @@ class StepReport:
     updates: int = 0
     skipped: list[str] = field(default_factory=list)
     """Why updates did not happen: "no signal" or "not finite"."""
+    updated: list[PromptGroup] = field(default_factory=list)
+    """Groups whose gradient was computed, once per update they were part of."""
 
 
 class RLStep:
@@ -124,6 +126,7 @@ class RLStep:
             return
         metrics = accumulate_gradients(self.policy, work, self.objective)
         report.metrics = report.metrics + metrics
+        report.updated += [group for item in work if item.batch for group in item.batch.groups]
         if not gradients_finite(self.policy):
             report.skipped.append("not finite")
             return

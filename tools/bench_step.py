@@ -246,12 +246,16 @@ def run(configs: dict[str, Config], args: argparse.Namespace) -> dict:
         worker.answer()
     with tempfile.TemporaryDirectory() as folder:
         files = {name: str(Path(folder) / f"{name}.pt") for name in workers}
-        results = {name: worker.ask("measure", files[name]) for name, worker in workers.items()}
+        results = {}
+        for name, worker in workers.items():
+            results[name] = worker.ask("measure", files[name])
+            _progress(f"{name}: {results[name]['peak_bytes'] / 1e6:.1f} MB")
         grads = {name: torch.load(file) for name, file in files.items()}
     timed: dict[str, list[dict]] = {name: [] for name in workers}
     for _ in range(args.repeats):
         for name, worker in workers.items():
             timed[name].append(worker.ask("time"))
+            _progress(f"{name}: {timed[name][-1]['total_s']:.2f} s, {timed[name][-1]['cpu_s']:.2f} processor s")
     for worker in workers.values():
         worker.stop()
     schedules, last_chunk = {}, {}
@@ -265,6 +269,10 @@ def run(configs: dict[str, Config], args: argparse.Namespace) -> dict:
         }
         last_chunk[name] = min((t["last_chunk_s_per_token"] for t in times if t["last_chunk_s_per_token"]), default=None)
     return {"schedules": schedules, "ratios": ratios(schedules, last_chunk), "config": describe(configs, args)}
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def worst_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:

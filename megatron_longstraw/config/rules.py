@@ -184,8 +184,9 @@ def _dense_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
 def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
-    width = "ffn_hidden_size" if model.num_experts is None else "moe_ffn_hidden_size"
-    for name in ("num_attention_heads", "num_query_groups", width, "moe_shared_expert_intermediate_size"):
+    # Routed experts are not cut over tp (expert tensor parallel size 1); the shared one is.
+    width = "ffn_hidden_size" if model.num_experts is None else "moe_shared_expert_intermediate_size"
+    for name in ("num_attention_heads", "num_query_groups", width):
         value = getattr(model, name)
         if value is not None and not _divides(tp, value):
             yield _problem(

@@ -55,5 +55,5 @@ def test_a_hang_ends_and_says_where():
     """Most mistakes in collectives are hangs."""
     begin = time.monotonic()
     with pytest.raises(RankFailure, match=r"(?s)ranks hang:.*hang_on_one"):
-        run_ranks(hang_on_one, 2, timeout_s=6)
-    assert time.monotonic() - begin < 20
+        run_ranks(hang_on_one, 2, timeout_s=1)
+    assert time.monotonic() - begin < 40

@@ -1,0 +1,90 @@
+"""Quickstart: a short supervised warm-up on short prompts, then GRPO by branch replay on long ones.
+
+    torchrun --nproc-per-node 2 examples/needle_digits/train.py --config examples/needle_digits/quickstart.toml
+
+The warm-up uses the same replay: its loss is that of a policy gradient with advantage 1 on the right answer. It
+stops at a quarter of the final prompt length; RL does the rest. Takes every training flag.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from examples.needle_digits.task import NeedleDigits, task
+from megatron_longstraw.algorithm import in_step
+from megatron_longstraw.config import ConfigError, parse_args
+from megatron_longstraw.gradients import Work, accumulate_gradients
+from megatron_longstraw.mcore import parallel
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer
+from megatron_longstraw.mcore.packing import batch_prompts
+from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.objectives.policy_loss import PolicyObjective
+from megatron_longstraw.run_log import RunLog
+from megatron_longstraw.train import TrainingStopped, print_summary, train
+
+CURRICULUM = "32:80:64,64:60:64,128:60:32,256:60:16"
+
+
+def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:
+    """Supervised steps on answered prompts. `curriculum`: length:steps:prompts per step, comma separated."""
+    config = policy.config
+    policy.config = replace(config, optimizer=replace(config.optimizer, lr=lr, min_lr=0.0, lr_decay_style="constant"))
+    optimizer, objective = PolicyOptimizer(policy), PolicyObjective()
+    policy.config = config
+    begin, step = time.perf_counter(), 0
+    for stage in curriculum.split(","):
+        num_tokens, num_steps, num_prompts = map(int, stage.split(":"))
+        source = NeedleDigits(num_tokens, config.run.seed)
+        for _ in range(num_steps):
+            own = source.answered(step, num_prompts)[policy.layout.dp_rank :: policy.layout.dp_size]
+            work = [
+                Work(batch, {(prompt, 0): 1.0 for prompt in range(batch.num_prompts)} if batch else {})
+                for batch in in_step(policy, batch_prompts(own, num_prompts))
+            ]
+            metrics = accumulate_gradients(policy, work, objective).to_means()
+            optimizer.step()
+            step += 1
+        log.say(
+            f"warm-up    {num_tokens:>4}-token prompts, {num_steps} steps of {num_prompts}: "
+            f"entropy {metrics['actor/entropy']:.2f}, {time.perf_counter() - begin:.0f} s so far"
+        )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warmup-curriculum", default=CURRICULUM, help="length:steps:prompts per step, comma separated")
+    parser.add_argument("--warmup-lr", type=float, default=3e-3)
+    try:
+        config, args = parse_args(extra=parser)
+        config = config.resolve()
+        layout = parallel.initialize(config)
+        log = RunLog(config, active=dist.get_rank() == 0)
+        log.say(
+            f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
+            f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"
+        )
+        begin = time.perf_counter()
+        policy = Policy(config, layout)
+        warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
+        summary = train(policy, task(config), log)
+        print_summary(log, config, summary)
+        log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
+        log.close()
+    except (ConfigError, TrainingStopped) as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The loop around the step: prompts in, metrics out.
+
+    torchrun --nproc-per-node 2 -m megatron_longstraw.train --context-parallel-size 2 \\
+        --prompt-function mytask:task --reward-function mytask:score ...
+"""
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from megatron_longstraw.algorithm import RLStep, StepReport
+from megatron_longstraw.config import Config, ConfigError, parse_args
+from megatron_longstraw.data.task import Task, check_prompts
+from megatron_longstraw.mcore import parallel
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer
+from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.metering import Meter
+from megatron_longstraw.objectives.metrics import MetricSums
+from megatron_longstraw.rewards.loading import RewardError, load_function
+from megatron_longstraw.rollout.scoring import Scorer
+from megatron_longstraw.run_log import RunLog, peak_memory_bytes
+
+
+class TrainingStopped(RuntimeError):
+    """Training cannot go on; the message says why."""
+
+
+@dataclass
+class RunSummary:
+    rewards: list[float]
+    """Mean score of the rollouts of each step."""
+    calls: dict[str, tuple[float, int]]
+    """Seconds and tokens put through the stack, by call."""
+    tokens_dense: int
+    """Prompt tokens that whole sequences would have run in the same updates (every response with its prompt)."""
+
+    def mean_reward(self, steps: slice) -> float:
+        return float(np.mean(self.rewards[steps]))
+
+
+def train(policy: Policy, task: Task, log: RunLog) -> RunSummary:
+    """Run `train_iters` RL steps on a policy."""
+    config = policy.config
+    scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
+    rl_step = RLStep(policy, PolicyOptimizer(policy), scorer)
+    total, tokens_dense, rewards, nonfinite = Meter(), 0, [], 0
+    for step in range(config.run.train_iters):
+        begin = time.perf_counter()
+        policy.meter.reset()
+        groups = task.prompts(step, config.algorithm.train_batch_size)
+        check_prompts(groups, config.model.vocab_size, config.rollout)
+        report = rl_step.run(step, groups)
+        metrics = step_metrics(policy, report, time.perf_counter() - begin)
+        tokens_dense += int(metrics["prefix/tokens_dense"])
+        rewards.append(metrics["critic/score/mean"])
+        for name, cost in policy.meter.costs.items():
+            total.costs[name].seconds += cost.seconds
+            total.costs[name].tokens += cost.tokens
+        log.step(step, metrics, report.skipped)
+        nonfinite = nonfinite + 1 if "not finite" in report.skipped else 0
+        _stop_if_nonfinite(config, step, nonfinite)
+    calls = {name: (cost.seconds, cost.tokens) for name, cost in total.costs.items()}
+    return RunSummary(rewards, calls, tokens_dense)
+
+
+def step_metrics(policy: Policy, report: StepReport, step_s: float) -> dict[str, float]:
+    """The step's metrics over all data-parallel ranks, by verl's names."""
+    meter, prefix = policy.meter, policy.config.prefix
+    once = meter.tokens("capture") + meter.tokens("prefix_backward") if prefix.schedule == "branch" else meter.tokens("full")
+    dense = sum(group.num_prefix_tokens for group in report.updated for branch in group.branches if branch.num_tokens)
+    own = MetricSums(
+        totals={
+            "prefix/tokens_once": float(once),
+            "prefix/tokens_dense": float(dense),
+            "training/updates": report.updates / policy.layout.dp_size,
+            "training/nonfinite_steps": report.skipped.count("not finite") / policy.layout.dp_size,
+            "training/no_signal_steps": report.skipped.count("no signal") / policy.layout.dp_size,
+        }
+    )
+    metrics = merge(policy, report.metrics + own).to_means()
+    metrics["timing_s/step"] = step_s
+    for name, cost in meter.costs.items():
+        metrics[f"timing_s/{name}"] = cost.seconds
+    return metrics
+
+
+def merge(policy: Policy, own: MetricSums) -> MetricSums:
+    """Add up over data-parallel ranks (the ranks of a replica already agree); names may differ between ranks."""
+    if policy.layout.dp_size == 1:
+        return own
+    parts: list[MetricSums | None] = [None] * policy.layout.dp_size
+    dist.all_gather_object(parts, own, group=policy.layout.groups.dp)
+    merged = MetricSums()
+    for part in parts:
+        merged = merged + part
+    return merged
+
+
+def _stop_if_nonfinite(config: Config, step: int, in_a_row: int) -> None:
+    if in_a_row and config.run.nonfinite_policy == "stop":
+        raise TrainingStopped(f"step {step}: loss or gradient is not finite (--nonfinite-policy stop)")
+    if in_a_row >= config.run.max_consecutive_nonfinite_steps:
+        raise TrainingStopped(
+            f"step {step}: loss or gradient was not finite {in_a_row} times in a row "
+            f"(--max-consecutive-nonfinite-steps {config.run.max_consecutive_nonfinite_steps}); lower --lr"
+        )
+
+
+def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
+    window = min(5, len(summary.rewards))
+    log.say()
+    log.say(f"reward     first {window} steps {summary.mean_reward(slice(window)):.3f}   "
+            f"last {window} steps {summary.mean_reward(slice(-window, None)):.3f}")
+    once = sum(summary.calls.get(name, (0.0, 0))[1] for name in ("capture", "prefix_backward"))
+    if config.prefix.schedule == "branch" and once:
+        log.say(
+            f"prompts    {once:,} prompt tokens run (capture and prefix backward); whole sequences would have run "
+            f"{summary.tokens_dense:,} forward and backward"
+        )
+    for name, (seconds, tokens) in summary.calls.items():
+        log.say(f"{name:<16}{seconds:9.2f} s {tokens:12,} tokens")
+    log.say(f"memory     peak {peak_memory_bytes() / 2**20:.0f} MiB on rank 0")
+    log.say(f"metrics    {log.folder / 'metrics.jsonl'}")
+    picture = log.plot_rewards()
+    log.say(f"curve      {picture}" if picture else "curve      not drawn: pip install 'megatron_longstraw[logging]'")
+
+
+def run(config: Config) -> RunSummary:
+    """Build everything a configuration names, and train.
+
+    Raises:
+        ConfigError: what was asked for cannot be run; nothing has been computed or written.
+    """
+    config = config.resolve()
+    if config.run.prompt_function is None:
+        raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
+    make_task = load_function(config.run.prompt_function, "--prompt-function")
+    load_function(config.reward.reward_function)
+    layout = parallel.initialize(config)
+    task = make_task(config)
+    check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
+    log = RunLog(config, active=dist.get_rank() == 0)
+    try:
+        log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
+        summary = train(Policy(config, layout), task, log)
+        print_summary(log, config, summary)
+    finally:
+        log.close()
+    return summary
+
+
+def main() -> int:
+    # One thread per core and rank: torchrun sets OMP_NUM_THREADS, a plain start uses torch's default.
+    try:
+        run(parse_args())
+    except (ConfigError, RewardError, TrainingStopped) as error:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
