@@ -17,12 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from megatron_longstraw.gradients import Work, accumulate_gradients, has_signal
+from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
-from megatron_longstraw.objectives.advantages import ADVANTAGE_ESTIMATORS
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
@@ -63,7 +62,7 @@ class RLStep:
         report = StepReport(own, self.scorer.score(self.policy.layout, own))
         for work in minibatches:
             for item in work:
-                item.advantages = self._advantages(item)
+                item.advantages = advantages_of(item.batch, algorithm)
         for _ in range(algorithm.ppo_epochs):
             for work in minibatches:
                 self._update(work, report)
@@ -105,20 +104,6 @@ class RLStep:
         dist.all_reduce(fits, op=dist.ReduceOp.MIN, group=None if self.policy.layout.ep_size > 1 else self.policy.layout.cell)
         return bool(fits)
 
-    def _advantages(self, item: Work) -> dict[tuple[int, int], float]:
-        """By (prompt, branch); responses without a score or without tokens have none and train nothing."""
-        algorithm = self.policy.config.algorithm
-        estimate = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
-        advantages = {}
-        for prompt, group in enumerate(item.batch.groups if item.batch else ()):
-            rewards = [branch.reward for branch in group.branches]
-            has_tokens = [branch.num_tokens > 0 for branch in group.branches]
-            values = estimate(rewards, has_tokens, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
-            for index, value in enumerate(values):
-                if rewards[index] is not None and has_tokens[index]:
-                    advantages[prompt, index] = float(value)
-        return advantages
-
     def _update(self, work: list[Work], report: StepReport) -> None:
         """One optimizer step, or the reason why not; without one weights, optimizer and schedule stay untouched."""
         if not has_signal(self.policy, work):
@@ -136,15 +121,6 @@ class RLStep:
         report.metrics = report.metrics + MetricSums(
             means={"actor/grad_norm": (result.grad_norm * share, share), "actor/lr": (result.lr * share, share)}
         )
-
-
-def in_step(policy: Policy, batches: list) -> list:
-    """Equally many batches on every expert-parallel peer: ranks that have fewer take part with None."""
-    if policy.layout.ep_size == 1:
-        return batches
-    most = torch.tensor(len(batches), device=policy.layout.device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return batches + [None] * (int(most) - len(batches))
 
 
 def release(minibatches: list[list[Work]]) -> None:

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron_longstraw.mcore.calls import Table, capture, full_sequences, prefix_backward, replay, score
 from megatron_longstraw.mcore.packing import PromptBatch
 from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.config import AlgorithmConfig
+from megatron_longstraw.objectives.advantages import ADVANTAGE_ESTIMATORS
 from megatron_longstraw.objectives.aggregation import Totals, count
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import Objective
@@ -131,3 +133,26 @@ def has_signal(policy: Policy, work: list[Work]) -> bool:
     if policy.layout.dp_size > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=policy.layout.groups.dp)
     return bool(flag)
+
+
+def advantages_of(batch: PromptBatch | None, algorithm: AlgorithmConfig) -> dict[tuple[int, int], float]:
+    """By (prompt, branch); responses without a score or without tokens have none and train nothing."""
+    estimate = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
+    advantages = {}
+    for prompt, group in enumerate(batch.groups if batch else ()):
+        rewards = [branch.reward for branch in group.branches]
+        has_tokens = [branch.num_tokens > 0 for branch in group.branches]
+        values = estimate(rewards, has_tokens, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
+        for index, value in enumerate(values):
+            if rewards[index] is not None and has_tokens[index]:
+                advantages[prompt, index] = float(value)
+    return advantages
+
+
+def in_step(policy: Policy, batches: list) -> list:
+    """Equally many batches on every expert-parallel peer: ranks that have fewer take part with None."""
+    if policy.layout.ep_size == 1:
+        return batches
+    most = torch.tensor(len(batches), device=policy.layout.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    return batches + [None] * (int(most) - len(batches))

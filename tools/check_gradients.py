@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from full_sequence_oracle import perturb
 from gradient_case import GradientCase, TokenWeights, ask_oracle, make_case, parse
 
-from megatron_longstraw.algorithm import in_step
+from megatron_longstraw.gradients import in_step
 from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.calls import Table, capture, full_sequences, prefix_backward, replay, score

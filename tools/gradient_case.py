@@ -164,6 +164,7 @@ def _run_oracle(jobs: list[tuple[Path, Path]]) -> None:
     distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC")
     env = {key: value for key, value in os.environ.items() if not key.startswith(distributed)}
     script = Path(__file__).with_name("full_sequence_oracle.py")
+    env["PYTHONPATH"] = os.pathsep.join([str(script.parents[1]), *filter(None, [env.get("PYTHONPATH")])])
     command = [sys.executable, str(script), *(str(path) for job in jobs for path in job)]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     if done.returncode:

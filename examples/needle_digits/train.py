@@ -18,9 +18,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.needle_digits.task import NeedleDigits, task
-from megatron_longstraw.algorithm import in_step
 from megatron_longstraw.config import ConfigError, parse_args
-from megatron_longstraw.gradients import Work, accumulate_gradients
+from megatron_longstraw.gradients import Work, accumulate_gradients, in_step
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import batch_prompts

@@ -59,7 +59,7 @@ def initialize(config: cfg.Config) -> Layout:
     Raises:
         ConfigError: the layout does not fit the world size.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     cfg.check(config, world_size)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     device = _device()
