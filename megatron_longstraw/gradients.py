@@ -6,6 +6,7 @@ the same weights.
 """
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -50,6 +51,7 @@ def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective)
 
     Returns the metrics of this rank's share (add those of the data-parallel ranks).
     """
+    check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
     policy.zero_grad()
@@ -112,6 +114,31 @@ class _TokenWeights:
         return evaluation.metrics + MetricSums(
             means={"actor/entropy": (total, num_tokens)},
             totals={"training/nonfinite_tables": float(not evaluation.is_finite)},
+        )
+
+
+def check_replica_agrees(policy: Policy, work: list[Work]) -> None:
+    """Ranks of one replica (tp, cp, pp) must hold the same batches, or collectives hang or mix up tokens.
+
+    Raises:
+        ValueError: they do not (on every rank of the replica).
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    for item in work:
+        for prompt, group in enumerate(item.batch.groups if item.batch else ()):
+            digest.update(f"{prompt} {group.num_prompt_tokens} {len(group.branches)}".encode())
+            digest.update(group.prompt_ids.tobytes())
+        for place, branch in item.branches():
+            digest.update(f"{place} {branch.num_tokens} {item.advantages.get(place)}".encode())
+            digest.update(branch.response_ids.tobytes() + branch.loss_mask.tobytes())
+    own = int.from_bytes(digest.digest(), "little")
+    extremes = torch.tensor([own, -own], dtype=torch.int64, device=policy.layout.device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MIN, group=policy.layout.cell)
+    if int(extremes[0]) != -int(extremes[1]):
+        raise ValueError(
+            "ranks of one replica hold different prompts, responses or rewards for the same step; every tensor, "
+            "context and pipeline parallel rank must be handed the same groups (check what your data source or "
+            "reward depends on: rank, time, unseeded random numbers)"
         )
 
 

@@ -56,6 +56,8 @@ class Layout:
 def initialize(config: cfg.Config) -> Layout:
     """Join the process group that torchrun describes (a single process without it) and build Megatron's groups.
 
+    A second call in one process replaces the first one's groups: its Layout must not be used any more.
+
     Raises:
         ConfigError: the layout does not fit the world size.
     """
@@ -68,7 +70,7 @@ def initialize(config: cfg.Config) -> Layout:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     parallel = config.parallel
     cpu_runtime.install()
-    parallel_state.destroy_model_parallel()
+    _leave_groups()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -82,6 +84,15 @@ def initialize(config: cfg.Config) -> Layout:
     # Dropout is refused, so every rank may share one stream; Megatron only insists on having a tracker.
     model_parallel_cuda_manual_seed(config.run.seed, force_reset_rng=True)
     return _layout(config, device, timeout)
+
+
+def _leave_groups() -> None:
+    """Close the groups of an earlier layout in this process. Megatron only forgets them
+    (parallel_state.destroy_model_parallel), and every open gloo group keeps threads polling."""
+    for group in parallel_state._global_process_group_list or []:
+        if group is not None:  # None stands for the default group, which stays
+            dist.destroy_process_group(group)
+    parallel_state.destroy_model_parallel()
 
 
 def _device() -> torch.device:
@@ -123,5 +134,5 @@ def _cell_group(timeout: timedelta) -> dist.ProcessGroup:
     groups = {}
     for dp_rank in sorted(set(places)):
         ranks = [rank for rank, place in enumerate(places) if place == dp_rank]
-        groups[dp_rank] = dist.new_group(ranks, timeout=timeout)
+        groups[dp_rank] = parallel_state.create_group(ranks, timeout=timeout, group_desc="LONGSTRAW_CELL_GROUP")
     return groups[parallel_state.get_data_parallel_rank()]
