@@ -63,8 +63,12 @@ class Policy:
     # -- gradients -------------------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
+        """Start a new gradient. `parameter.grad` goes too: an optimizer step leaves it aliased to `main_grad`
+        (optimizer.py, FP32Optimizer.prepare_grads), and the next backward would count its first share twice."""
         for ddp in self.ddp:
             ddp.zero_grad_buffer()
+            for parameter in ddp.parameters():
+                parameter.grad = None
 
     @contextlib.contextmanager
     def no_sync(self):

@@ -8,6 +8,7 @@ from megatron_longstraw.algorithm import RLStep
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
+from megatron_longstraw.mcore.parameters import named_shards
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import StaleStoreError
 from megatron_longstraw.rewards.loading import RewardError
@@ -163,7 +164,7 @@ def test_several_updates_per_step_match_whole_sequences(mini):
     """ppo_epochs and mini-batches: old log-probs from before the first update, a capture for each later one."""
     # A large eps makes Adam's update proportional to the gradient; at the usual one it is its sign, and rounding
     # of entries near zero would be all that is compared.
-    options = dict(ppo_epochs=2, ppo_mini_batch_size=mini, lr=3.0, adam_eps=1.0, weight_decay=0.0, clip_ratio=0.1)
+    options = dict(ppo_epochs=2, ppo_mini_batch_size=mini, lr=0.1, adam_eps=1.0, weight_decay=0.0, clip_ratio=0.1)
     results = []
     for schedule in ("branch", "full"):
         policy, optimizer = tiny_trainer(schedule=schedule, **options)
@@ -174,6 +175,25 @@ def test_several_updates_per_step_match_whole_sequences(mini):
     assert results[0][1]["actor/pg_clipfrac"] == pytest.approx(results[1][1]["actor/pg_clipfrac"], abs=0.02)
     assert results[0][1]["actor/pg_clipfrac"] > 0, "the updates are large enough for clipping to act"
     assert results[0][1]["actor/ratio_max"] > 1.05
+
+
+def test_the_gradient_after_an_optimizer_step_is_that_of_the_weights():
+    """An optimizer step leaves parameter.grad aliased to main_grad; the next gradient must not count it twice."""
+    policy, optimizer = tiny_trainer()
+    groups = random_groups(2, 40, [3, 4])
+    work = lambda: [Work(batch, advantages_of(batch, policy.config.algorithm)) for batch in batch_prompts(groups, 1)]
+    accumulate_gradients(policy, work(), PolicyObjective())
+    optimizer.step()
+    accumulate_gradients(policy, work(), PolicyObjective())
+    after, moved = gradients(policy), weights(policy)
+    fresh = tiny_policy()
+    with torch.no_grad():
+        for shard, parameter in named_shards(fresh.chunks, fresh.config.model):
+            parameter.copy_(moved[shard.key])
+    fresh.weights_changed()
+    policy = fresh
+    accumulate_gradients(policy, work(), PolicyObjective())
+    assert worst_relative_error(after, gradients(policy)) < GRADIENT_TOLERANCE
 
 
 def test_first_update_ratio_is_exactly_one():
