@@ -184,9 +184,12 @@ def _dense_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
 def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     tp, pp = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     vpp = parallel.num_virtual_stages_per_pipeline_rank
-    # Routed experts are not cut over tp (expert tensor parallel size 1); the shared one is.
-    width = "ffn_hidden_size" if model.num_experts is None else "moe_shared_expert_intermediate_size"
-    for name in ("num_attention_heads", "num_query_groups", width):
+    widths = ["num_attention_heads", "num_query_groups", "moe_shared_expert_intermediate_size"]
+    if model.num_experts is None:
+        widths.append("ffn_hidden_size")
+    elif parallel.expert_model_parallel_size == 1:  # under expert parallelism routed experts are not cut over tp
+        widths.append("moe_ffn_hidden_size")
+    for name in widths:
         value = getattr(model, name)
         if value is not None and not _divides(tp, value):
             yield _problem(
@@ -275,7 +278,7 @@ def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
             *axes,
         )
     elif not _divides(parallel.expert_model_parallel_size, world_size // max(1, pp)):
-        # Experts are whole (expert tensor parallel size 1) and spread over all ranks of a pipeline stage.
+        # Whole experts are spread over all ranks of a pipeline stage, whatever those do in attention.
         yield _problem(
             f"expert_model_parallel_size {parallel.expert_model_parallel_size} for the "
             f"{world_size // pp} ranks of a pipeline stage",

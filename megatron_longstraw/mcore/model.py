@@ -18,6 +18,7 @@ from megatron_longstraw.config import Config, ConfigError, ModelConfig
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.core_attention import BranchCoreAttention
 from megatron_longstraw.mcore.normalization import TorchRMSNorm
+from megatron_longstraw.mcore.parallel import expert_tensor_parallel_size
 from megatron_longstraw.mcore.rotary import OffsetRotary, llama3_inv_freq
 
 _YARN_FIELDS = (
@@ -88,7 +89,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         virtual_pipeline_model_parallel_size=parallel.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(parallel),
         sequence_parallel=parallel.sequence_parallel,
         # Chunks and branches have lengths of their own: shapes go ahead of the activations.
         variable_seq_lengths=pipelined,

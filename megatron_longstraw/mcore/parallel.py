@@ -77,13 +77,19 @@ def initialize(config: cfg.Config) -> Layout:
         virtual_pipeline_model_parallel_size=parallel.num_virtual_stages_per_pipeline_rank,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        # Whole experts on every rank: cut experts would gather unequal token counts over tp, which gloo cannot.
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor_parallel_size(parallel),
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
     )
     # Dropout is refused, so every rank may share one stream; Megatron only insists on having a tracker.
     model_parallel_cuda_manual_seed(config.run.seed, force_reset_rng=True)
     return _layout(config, device, timeout)
+
+
+def expert_tensor_parallel_size(parallel: cfg.ParallelConfig) -> int:
+    """Experts are whole under expert parallelism (cut ones would gather unequal token counts over tp, which gloo
+    cannot) and cut over tp without it: Megatron 0.16.1 reduces the gradient of whole experts over tp only when
+    expert_model_parallel_size > 1 (tensor_parallel/layers.py sets `allreduce` by it), and is silently wrong else."""
+    return 1 if parallel.expert_model_parallel_size > 1 else parallel.tensor_model_parallel_size
 
 
 def _leave_groups() -> None:

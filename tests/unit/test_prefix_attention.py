@@ -96,6 +96,13 @@ def test_state_after_the_walk_back_holds_no_attention():
     assert run.state.nbytes == 4 * one * 4
 
 
+def test_gradient_buffers_cover_what_is_walked_back():
+    """last:1 must not pay float32 gradients of the whole prefix: 7 of 23 tokens here."""
+    run = PackageRun(AttentionCase(walked_back=1, dtype=torch.float32))
+    run.run()
+    assert run.state.nbytes == (2 * 23 + 2 * 7) * 2 * 8 * 4
+
+
 def test_frozen_keeps_no_gradient_and_no_attention():
     """The cheap mode must not pay for buffers that nobody reads."""
     run = PackageRun(AttentionCase(keep_attention=True, walked_back=0, dtype=torch.float32))
