@@ -3,7 +3,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded; child processes inherit it
 
-import pytest
 import torch
 
 MARKERS = {

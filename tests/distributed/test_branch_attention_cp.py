@@ -28,7 +28,10 @@ CASES = variants(
         "forwards first": AttentionCase(forwards_first=True, keep_attention=True, walked_back=2),
     },
     torch.float64,
-) | variants({"several chunks": AttentionCase(), "two prompts": AttentionCase(num_prompts=2)}, torch.float32, torch.bfloat16)
+)
+CASES |= variants(
+    {"several chunks": AttentionCase(), "two prompts": AttentionCase(num_prompts=2)}, torch.float32, torch.bfloat16
+)
 
 DECODE = {
     "prefix": AttentionCase(num_prompts=2, branches=2, packs=(5,)),

@@ -12,7 +12,7 @@ from megatron_longstraw.context_parallel.collectives import (
 )
 from tests.distributed.launch import run_ranks
 from tests.oracles.dense_attention import dense_attention
-from tests.tolerances import assert_close, relative_error, RELATIVE
+from tests.tolerances import RELATIVE, assert_close, relative_error
 
 pytestmark = pytest.mark.dist
 

@@ -46,7 +46,7 @@ def test_the_first_failure_is_reported():
 
 
 def test_a_dead_rank_is_reported():
-    """A crash (SIGFPE in a kernel, out of memory) leaves no traceback; its exit code or its peer's complaint must do."""
+    """A crash (SIGFPE, out of memory) leaves no traceback; its exit code or its peer's complaint must do."""
     with pytest.raises(RankFailure, match=r"died with exit code 7|rank 0 of 2:"):
         run_ranks(die_on_one, 2)
 

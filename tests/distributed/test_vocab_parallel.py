@@ -104,8 +104,8 @@ def count_tokens(rank):
     config = load_config([], MODEL).resolve()
     policy = Policy(config, parallel.initialize(config))
     rng = np.random.default_rng(0)
-    prompt = rng.integers(0, 5000, PROMPT_TOKENS)
-    batch = PromptBatch([PromptGroup(prompt, [Branch(rng.integers(0, 5000, RESPONSE_TOKENS)) for _ in range(NUM_BRANCHES)])])
+    branches = [Branch(rng.integers(0, 5000, RESPONSE_TOKENS)) for _ in range(NUM_BRANCHES)]
+    batch = PromptBatch([PromptGroup(rng.integers(0, 5000, PROMPT_TOKENS), branches)])
     weights = {(0, i): np.ones(RESPONSE_TOKENS, np.float32) for i in range(NUM_BRANCHES)}
     counts, results = {}, {}
 
@@ -154,7 +154,8 @@ def test_only_response_positions_meet_the_vocabulary(counted):
     counts = counted[0]
     produced = {name: count[1] for name, count in counts.items()}
     assert produced == {"capture": 0, "replay": 2 * 32, "prefix_backward": 0, "full": 2 * 32}
-    assert {name: count[2] for name, count in counts.items()} == {"capture": 0, "replay": 8, "prefix_backward": 0, "full": 4}
+    largest = {name: count[2] for name, count in counts.items()}
+    assert largest == {"capture": 0, "replay": 8, "prefix_backward": 0, "full": 4}
 
 
 def test_schedules_agree_on_log_probs(counted):

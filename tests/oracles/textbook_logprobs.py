@@ -5,7 +5,9 @@ import torch
 from torch import Tensor
 
 
-def textbook_logprobs(rows: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int) -> tuple[Tensor, Tensor]:
+def textbook_logprobs(
+    rows: Tensor, weight: Tensor, labels: Tensor, temperature: float, vocab_size: int
+) -> tuple[Tensor, Tensor]:
     """rows [T, h], weight [>= vocab_size, h], labels [T] -> log-prob of each label and entropy of each row, [T]."""
     logits = rows @ weight[:vocab_size].T / temperature
     probabilities = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)

@@ -116,29 +116,60 @@ def test_config_and_types_load_without_torch():
 
 
 PLANTED = {
-    "prefix imports what is above it": ("prefix/store.py", "from megatron_longstraw.mcore import calls", "prefix imports mcore"),
-    "inside a function": ("attention/x.py", "def f():\n    import megatron_longstraw.prefix.state", "attention imports prefix"),
+    "prefix imports what is above it": (
+        "prefix/store.py",
+        "from megatron_longstraw.mcore import calls",
+        "prefix imports mcore",
+    ),
+    "inside a function": (
+        "attention/x.py",
+        "def f():\n    import megatron_longstraw.prefix.state",
+        "attention imports prefix",
+    ),
     "relative": ("attention/x.py", "from ..context_parallel import layout", "attention imports context_parallel"),
     "from the package itself": ("mcore/x.py", "from megatron_longstraw import train as t", "mcore imports train"),
-    "by name": ("mcore/x.py", "import importlib\nimportlib.import_module('megatron_longstraw.rollout')", "mcore imports rollout"),
-    "a leaf imports another": ("rewards/x.py", "from megatron_longstraw.objectives import metrics", "rewards imports objectives"),
+    "by name": (
+        "mcore/x.py",
+        "import importlib\nimportlib.import_module('megatron_longstraw.rollout')",
+        "mcore imports rollout",
+    ),
+    "a leaf imports another": (
+        "rewards/x.py",
+        "from megatron_longstraw.objectives import metrics",
+        "rewards imports objectives",
+    ),
     "a leaf imports the spine": ("objectives/x.py", "from ..mcore import calls", "objectives imports mcore"),
-    "the spine imports a leaf too early": ("mcore/x.py", "from megatron_longstraw.objectives import metrics", "mcore imports objectives"),
+    "the spine imports a leaf too early": (
+        "mcore/x.py",
+        "from megatron_longstraw.objectives import metrics",
+        "mcore imports objectives",
+    ),
     "base imports base": ("types.py", "from megatron_longstraw.config import Config", "types imports config"),
     "megatron elsewhere": ("rollout/x.py", "from megatron.core import parallel_state", "megatron outside mcore/"),
-    "megatron.training": ("mcore/x.py", "from megatron.training import get_args", "megatron.training.get_args is not available"),
+    "megatron.training": (
+        "mcore/x.py",
+        "from megatron.training import get_args",
+        "megatron.training.get_args is not available",
+    ),
     "apex": ("mcore/x.py", "import apex.optimizers", "apex.optimizers is not available"),
     "torch in config": ("config/x.py", "import torch", "config imports torch"),
     "torch in types": ("types.py", "from torch import Tensor", "types imports torch"),
     "unknown module": ("helpers.py", "", "helpers has no place"),
     "except Exception": ("mcore/x.py", "try:\n    pass\nexcept Exception:\n    pass", "x.py:3: catches every error"),
     "bare except": ("mcore/x.py", "try:\n    pass\nexcept:\n    pass", "x.py:3: catches every error"),
-    "among others": ("mcore/x.py", "try:\n    pass\nexcept (ValueError, BaseException):\n    pass", "catches every error"),
+    "among others": (
+        "mcore/x.py",
+        "try:\n    pass\nexcept (ValueError, BaseException):\n    pass",
+        "catches every error",
+    ),
     "without a comment": ("rewards/loading.py", "try:\n    pass\nexcept Exception:\n    pass", "catches every error"),
 }
 PERMITTED = {
     "downwards": ("algorithm.py", "from megatron_longstraw.mcore.calls import capture"),
-    "own folder": ("prefix/x.py", "from . import state\nfrom .store import PrefixStore\nfrom megatron_longstraw.prefix import y"),
+    "own folder": (
+        "prefix/x.py",
+        "from . import state\nfrom .store import PrefixStore\nfrom megatron_longstraw.prefix import y",
+    ),
     "base": ("rewards/x.py", "from ..types import Branch"),
     "leaf from above": ("train.py", "from megatron_longstraw.objectives.metrics import MetricSums"),
     "megatron in mcore": ("mcore/x.py", "from megatron.core import parallel_state"),

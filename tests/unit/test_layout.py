@@ -87,7 +87,8 @@ def test_one_token_on_four_ranks():
 
 def plans(num_tokens, chunk_tokens, cp_size, multiple=1):
     return [
-        plan_chunks(num_tokens, chunk_tokens, cp_rank=rank, cp_size=cp_size, multiple=multiple) for rank in range(cp_size)
+        plan_chunks(num_tokens, chunk_tokens, cp_rank=rank, cp_size=cp_size, multiple=multiple)
+        for rank in range(cp_size)
     ]
 
 

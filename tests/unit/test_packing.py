@@ -56,15 +56,17 @@ def expected_rows(batch):
 
 def random_batch(seed, num_prompts, lengths):
     rng = np.random.default_rng(seed)
-    groups = [
-        PromptGroup(rng.integers(1, 99, 5), [Branch(rng.integers(1, 99, n)) for n in rng.permutation(lengths)], group_id=i)
-        for i in range(num_prompts)
-    ]
+    groups = []
+    for number in range(num_prompts):
+        branches = [Branch(rng.integers(1, 99, length)) for length in rng.permutation(lengths)]
+        groups.append(PromptGroup(rng.integers(1, 99, 5), branches, group_id=number))
     return PromptBatch(groups)
 
 
 @pytest.mark.parametrize("branches_per_microbatch", [1, 2, 3, 8])
-@pytest.mark.parametrize(("num_prompts", "lengths"), [(1, [4]), (1, [3, 5, 1]), (2, [7, 0, 1, 2, 7]), (3, [0, 2, 9, 4])])
+@pytest.mark.parametrize(
+    ("num_prompts", "lengths"), [(1, [4]), (1, [3, 5, 1]), (2, [7, 0, 1, 2, 7]), (3, [0, 2, 9, 4])]
+)
 def test_rows_are_those_of_full_sequences(branches_per_microbatch, num_prompts, lengths):
     """Every non-empty branch once, wherever it is packed, with the inputs and labels of its own full sequence (F07:
     odd lengths never reach into a neighbour)."""
@@ -152,19 +154,15 @@ def test_values_sit_where_their_tokens_sit():
     batch = random_batch(2, 2, [5, 1, 3])
     batch.groups[1].branches.pop()
     values = {
-        (prompt, index): 100.0 * batch_row_label(batch, prompt, index)
+        (prompt, index): 100 * branch.response_ids
         for prompt, own in enumerate(batch.groups)
-        for index in range(len(own.branches))
+        for index, branch in enumerate(own.branches)
     }
     for pack in pack_branches(batch, 2):
         _, labels = branch_ids(batch, pack)
         table = pack_values(pack, values)
         assert table.dtype == np.float32
-        assert np.array_equal(table, 100.0 * labels)
-
-
-def batch_row_label(batch, prompt, index):
-    return batch.groups[prompt].branches[index].response_ids.astype(np.float32)
+        assert np.array_equal(table, 100 * labels)
 
 
 # -- prompts ---------------------------------------------------------------------------------------------------
