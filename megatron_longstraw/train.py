@@ -157,7 +157,7 @@ def main() -> int:
     # One thread per core and rank: torchrun sets OMP_NUM_THREADS, a plain start uses torch's default.
     try:
         run(parse_args())
-    except (ConfigError, RewardError, TrainingStopped) as error:
+    except (ValueError, RewardError, TrainingStopped) as error:  # what a user can mend; anything else is our bug
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -18,13 +18,14 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from examples.needle_digits.task import NeedleDigits, task
-from megatron_longstraw.config import ConfigError, parse_args
+from megatron_longstraw.config import parse_args
 from megatron_longstraw.gradients import Work, accumulate_gradients, in_step
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
+from megatron_longstraw.rewards.loading import RewardError
 from megatron_longstraw.run_log import RunLog
 from megatron_longstraw.train import TrainingStopped, print_summary, train
 
@@ -76,7 +77,7 @@ def main() -> int:
         print_summary(log, config, summary)
         log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
         log.close()
-    except (ConfigError, TrainingStopped) as error:
+    except (ValueError, RewardError, TrainingStopped) as error:  # what a user can mend
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:

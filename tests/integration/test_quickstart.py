@@ -10,12 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from examples.needle_digits.task import ANSWER_TOKENS
 from megatron_longstraw.config import load_config
 
 ROOT = Path(__file__).parents[2]
 TRAIN = ROOT / "examples" / "needle_digits" / "train.py"
 CONFIG = TRAIN.with_name("quickstart.toml")
 TINY = {"train_iters": 2, "max_prompt_length": 64, "lr_warmup_iters": 0}
+EXPECTED = load_config([CONFIG], {**TINY, "run_dir": "run"}).resolve()
+PROMPTS = EXPECTED.algorithm.train_batch_size
+PREFIX_TOKENS = PROMPTS * (TINY["max_prompt_length"] - 1)
+"""Shared by the responses of one step: the last token of a prompt goes with each response."""
+RESPONSES = PROMPTS * EXPECTED.rollout.group_size
 METRICS = {
     "training/global_step",
     "critic/score/mean",
@@ -69,14 +75,15 @@ def test_printed_summary(tiny_run):
     assert lines[1].startswith("warm-up      16-token prompts, 2 steps of 4: entropy ")
     assert [line.partition("  ")[0] for line in lines[2:4]] == ["[##########..........] 1/2", "[####################] 2/2"]
     summary = "\n".join(lines[4:])
-    # 16 prompts of 63 shared tokens in 2 steps, once forward and once backward; 8 responses each otherwise.
-    assert re.search(r"^prompts    4,032 prompt tokens run .* 16,128 forward and backward$", summary, re.M)
+    captured, sampled = (f"{2 * tokens:,} tokens" for tokens in (PREFIX_TOKENS, RESPONSES * ANSWER_TOKENS))
+    dense = PREFIX_TOKENS * EXPECTED.rollout.group_size
     for pattern in (
+        rf"prompts    {4 * PREFIX_TOKENS:,} prompt tokens run .* {2 * dense:,} forward and backward",
         r"reward     first 2 steps 0\.\d{3}   last 2 steps 0\.\d{3}",
-        r"capture +\d+\.\d\d s +2,016 tokens",
-        r"rollout +\d+\.\d\d s +512 tokens",
-        r"replay +\d+\.\d\d s +512 tokens",
-        r"prefix_backward +\d+\.\d\d s +2,016 tokens",
+        rf"capture +\d+\.\d\d s +{captured}",
+        rf"rollout +\d+\.\d\d s +{sampled}",
+        rf"replay +\d+\.\d\d s +{sampled}",
+        rf"prefix_backward +\d+\.\d\d s +{captured}",
         r"memory     peak [1-9]\d* MiB on rank 0",
         r"metrics    run/metrics\.jsonl",
         r"curve      run/reward\.png",
@@ -89,13 +96,13 @@ def test_printed_summary(tiny_run):
 @pytest.mark.xdist_group("quickstart")
 def test_files(tiny_run):
     _, folder = tiny_run
-    expected = load_config([CONFIG], {**TINY, "run_dir": "run"}).resolve()
-    assert load_config([folder / "config.toml"]) == expected
+    assert load_config([folder / "config.toml"]) == EXPECTED
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["training/global_step"] for row in rows] == [0, 1]
     for row in rows:
         assert METRICS <= set(row)
-        assert row["prefix/tokens_once"] == 2016 and row["prefix/tokens_dense"] == 8064
+        assert row["prefix/tokens_once"] == 2 * PREFIX_TOKENS
+        assert row["prefix/tokens_dense"] == PREFIX_TOKENS * EXPECTED.rollout.group_size
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
