@@ -101,6 +101,8 @@ def run(case: dict) -> dict:
     gpt = build(config)
     initialize_weights([gpt], config.model, config.run.seed)
     perturb([gpt], config.model, case["perturb_seed"])
+    if config.model.bf16:
+        gpt.bfloat16()
     logprobs = []
     for sample in case["samples"]:
         prompt, response, weights = (sample[name] for name in ("prompt", "response", "weights"))
@@ -115,7 +117,7 @@ def run(case: dict) -> dict:
         logprobs.append(logprob.detach())
     grads = {}
     for shard, parameter in named_shards([gpt], config.model):
-        grads[shard.name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        grads[shard.name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.float()
     return {"grads": grads, "logprobs": logprobs}
 
 

@@ -116,10 +116,11 @@ def detached_tokens(config: Config, group: PromptGroup) -> int:
     return min(cut_chunks * prefix.prefix_chunk_tokens, group.num_prefix_tokens)
 
 
-def oracle_input(case: GradientCase) -> dict:
+def oracle_input(case: GradientCase, bf16: bool) -> dict:
     config = case.config
     sections = (config.model, config.rollout, config.run)
     overrides = {name: value for section in sections for name, value in vars(section).items()} | ONE_RANK
+    overrides["bf16"] = bf16
     samples = [
         {
             "prompt": torch.from_numpy(group.prompt_ids),
@@ -134,14 +135,15 @@ def oracle_input(case: GradientCase) -> dict:
     return {"config": to_toml(load_config([], overrides)), "perturb_seed": config.run.seed, "samples": samples}
 
 
-def ask_oracle(cases: list[GradientCase], cache: Path | None) -> list[dict]:
-    """The oracle's answers, from one clean process for all that the cache does not hold."""
+def ask_oracle(cases: list[GradientCase], cache: Path | None, bf16: bool = False) -> list[dict]:
+    """The oracle's answers (in float32 unless asked otherwise), from one clean process for all that the cache does
+    not hold."""
     with tempfile.TemporaryDirectory() as folder:
         cache = cache or Path(folder)
         cache.mkdir(parents=True, exist_ok=True)
         outputs, jobs = [], []
         for case in cases:
-            question = oracle_input(case)
+            question = oracle_input(case, bf16)
             name = hashlib.blake2b(_bytes_of(question), digest_size=12).hexdigest()
             outputs.append(cache / f"{name}.pt")
             if not outputs[-1].exists() and outputs[-1] not in [output for _, output in jobs]:

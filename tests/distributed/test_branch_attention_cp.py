@@ -19,6 +19,7 @@ CASES = variants(
         "prefix shorter than the ranks": AttentionCase(prefix_tokens=1),
         "last chunk shorter than the ranks": AttentionCase(prefix_tokens=17, chunk_tokens=16),
         "no prefix": AttentionCase(prefix_tokens=0),
+        "prompt and response of one token": AttentionCase(prefix_tokens=0, packs=(1,), branches=1, multiple=2),
         "last 2 chunks": AttentionCase(walked_back=2, block_tokens=3),
         "frozen": AttentionCase(walked_back=0),
         "two prompts": AttentionCase(num_prompts=2, branches=3),
