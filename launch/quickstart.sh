@@ -25,5 +25,5 @@ quiet+=",ignore:Transformer Engine and Apex are not installed,ignore:Apex is not
 export PYTHONWARNINGS="${PYTHONWARNINGS:-$quiet}"
 # Not by the name torchrun, which would be another environment's, or point to where this checkout was before a move.
 exec "$venv_python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" \
-    "$venv_root/examples/needle_digits/train.py" --config "$venv_root/examples/needle_digits/quickstart.toml" \
+    "$venv_root/examples/needle/train.py" --config "$venv_root/examples/needle/quickstart.toml" \
     --context-parallel-size "$ranks" "$@"

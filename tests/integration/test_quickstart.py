@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from examples.needle_digits.task import ANSWER_TOKENS
+from examples.needle.task import ANSWER_TOKENS
 from megatron_longstraw.config import load_config
 
 ROOT = Path(__file__).parents[2]
-TRAIN = ROOT / "examples" / "needle_digits" / "train.py"
+TRAIN = ROOT / "examples" / "needle" / "train.py"
 CONFIG = TRAIN.with_name("quickstart.toml")
 TINY = {"train_iters": 2, "max_prompt_length": 64, "lr_warmup_iters": 0}
 EXPECTED = load_config([CONFIG], {**TINY, "run_dir": "run"}).resolve()
@@ -60,7 +60,7 @@ def tiny_run(tmp_path_factory):
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = start(
-        [*torchrun, TRAIN, "--config", CONFIG, "--warmup-curriculum", "16:2:4", "--run-dir", "run", *flags], folder, 300
+        [*torchrun, TRAIN, "--config", CONFIG, "--warmup-curriculum", "16:2:4", "--run-dir", "run", *flags], folder, 600
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return done, folder / "run"
@@ -107,7 +107,7 @@ def test_files(tiny_run):
 
 
 def test_a_wrong_flag_ends_with_the_closest_name(tmp_path):
-    done = start([sys.executable, TRAIN, "--config", CONFIG, "--contxt-parallel-size", "2"], tmp_path, 120)
+    done = start([sys.executable, TRAIN, "--config", CONFIG, "--contxt-parallel-size", "2"], tmp_path, 300)
     assert (done.returncode, done.stdout) == (1, "")
     assert "unknown flag --contxt-parallel-size; did you mean --context-parallel-size" in done.stderr
     assert not list(tmp_path.iterdir())

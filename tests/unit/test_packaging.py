@@ -139,7 +139,7 @@ def test_scripts_parse(path):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_the_quickstart_is_valid_with_every_rank_in_context_parallel(ranks):
-    file = ROOT / "examples/needle_digits/quickstart.toml"
+    file = ROOT / "examples/needle/quickstart.toml"
     assert validate(load_config([file], {"context_parallel_size": ranks}), world_size=ranks) == []
     assert load_config([file]).parallel.context_parallel_size == 2
 

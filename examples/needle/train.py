@@ -1,6 +1,6 @@
 """Quickstart: a short supervised warm-up on short prompts, then GRPO by branch replay on long ones.
 
-    torchrun --nproc-per-node 2 examples/needle_digits/train.py --config examples/needle_digits/quickstart.toml
+    torchrun --nproc-per-node 2 examples/needle/train.py --config examples/needle/quickstart.toml
 
 The warm-up uses the same replay: its loss is that of a policy gradient with advantage 1 on the right answer. It
 stops at a quarter of the final prompt length; RL does the rest. Takes every training flag.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from examples.needle_digits.task import NeedleDigits, task
+from examples.needle.task import Needle, task
 from megatron_longstraw.config import parse_args
 from megatron_longstraw.gradients import Work, accumulate_gradients, in_step
 from megatron_longstraw.mcore import parallel
@@ -41,7 +41,7 @@ def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:
     begin, step = time.perf_counter(), 0
     for stage in curriculum.split(","):
         num_tokens, num_steps, num_prompts = map(int, stage.split(":"))
-        source = NeedleDigits(num_tokens, config.run.seed)
+        source = Needle(num_tokens, config.run.seed)
         for _ in range(num_steps):
             own = source.answered(step, num_prompts)[policy.layout.dp_rank :: policy.layout.dp_size]
             work = [
