@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
+from typing import Callable
 
 import numpy as np
 import torch.distributed as dist
@@ -153,11 +154,12 @@ def run(config: Config) -> RunSummary:
     return summary
 
 
-def main() -> int:
-    # One thread per core and rank: torchrun sets OMP_NUM_THREADS, a plain start uses torch's default.
+def exit_status(body: Callable[[], object]) -> int:
+    """Run a program's body: 0, or 1 with one line on the screen for what a user can mend (anything else is a bug and
+    keeps its traceback). Leaves the process group either way."""
     try:
-        run(parse_args())
-    except (ValueError, RewardError, TrainingStopped) as error:  # what a user can mend; anything else is our bug
+        body()
+    except (ValueError, RewardError, TrainingStopped) as error:
         if not dist.is_initialized() or dist.get_rank() == 0:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
@@ -168,4 +170,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(lambda: run(parse_args())))

@@ -25,11 +25,10 @@ from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
-from megatron_longstraw.rewards.loading import RewardError
 from megatron_longstraw.run_log import RunLog
-from megatron_longstraw.train import TrainingStopped, print_summary, train
+from megatron_longstraw.train import exit_status, print_summary, train
 
-CURRICULUM = "32:80:64,64:60:64,128:60:32,256:60:16"
+CURRICULUM = "32:100:32,64:40:32,128:40:16,256:20:8"
 
 
 def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:
@@ -57,34 +56,26 @@ def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:
         )
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--warmup-curriculum", default=CURRICULUM, help="length:steps:prompts per step, comma separated")
     parser.add_argument("--warmup-lr", type=float, default=3e-3)
-    try:
-        config, args = parse_args(extra=parser)
-        config = config.resolve()
-        layout = parallel.initialize(config)
-        log = RunLog(config, active=dist.get_rank() == 0)
-        log.say(
-            f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
-            f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"
-        )
-        begin = time.perf_counter()
-        policy = Policy(config, layout)
-        warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
-        summary = train(policy, task(config), log)
-        print_summary(log, config, summary)
-        log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
-        log.close()
-    except (ValueError, RewardError, TrainingStopped) as error:  # what a user can mend
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+    config, args = parse_args(extra=parser)
+    config = config.resolve()
+    layout = parallel.initialize(config)
+    log = RunLog(config, active=dist.get_rank() == 0)
+    log.say(
+        f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
+        f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"
+    )
+    begin = time.perf_counter()
+    policy = Policy(config, layout)
+    warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
+    summary = train(policy, task(config), log)
+    print_summary(log, config, summary)
+    log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
+    log.close()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(main))
