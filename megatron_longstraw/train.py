@@ -5,6 +5,7 @@
 """
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ def exit_status(body: Callable[[], object]) -> int:
     try:
         body()
     except (ValueError, RewardError, TrainingStopped) as error:
-        if not dist.is_initialized() or dist.get_rank() == 0:
+        if os.environ.get("RANK", "0") == "0":
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
     finally:

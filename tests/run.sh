@@ -10,6 +10,6 @@ use_venv test,logging
 cd "$venv_root"
 
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-# Two workers, because many tests start up to eight processes of their own. The timeout is above all that the tests
-# set themselves, whose messages say more.
-exec "$venv_python" -m pytest -n 2 --dist loadgroup --timeout 900 "$@"
+# Two workers, because many tests start up to eight processes of their own; a file stays on one worker, because its
+# tests share what is costly. The timeout is above all that the tests set themselves, whose messages say more.
+exec "$venv_python" -m pytest -n 2 --dist loadfile --timeout 900 "$@"

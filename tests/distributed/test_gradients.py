@@ -42,17 +42,14 @@ def _run_mutant(rank: int, mutation: str, argv: list[str]) -> list[dict]:
     return run_all([argv])
 
 
-def _params():
-    for world_size, cases in CASES.items():
-        for name in cases:
-            yield pytest.param(
-                world_size, name, id=f"{world_size}: {name}", marks=pytest.mark.xdist_group(f"world{world_size}")
-            )
+PARAMS = [
+    pytest.param(world_size, name, id=f"{world_size}: {name}") for world_size, cases in CASES.items() for name in cases
+]
 
 
 @pytest.mark.dist
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("world_size, name", _params())
+@pytest.mark.parametrize("world_size, name", PARAMS)
 def test_gradients_equal_full_sequences(world_size, name, oracle_cache):
     result = results_of(world_size, str(oracle_cache))[name]
     assert result["worst_param_rel_err"] <= WORST_PARAM_REL_ERR, result
@@ -75,7 +72,6 @@ def test_mutants_fail(mutation, oracle_cache):
 
 
 @pytest.mark.dist
-@pytest.mark.xdist_group("world1")
 def test_frozen_is_biased_and_last_n_lies_between(oracle_cache):
     """The dial does something: the cosine with the exact gradient grows from frozen to exact."""
     exact = results_of(1, str(oracle_cache))["one rank"]

@@ -58,7 +58,6 @@ def one_rank():
 
 @pytest.mark.dist
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("layouts")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_does_not_depend_on_the_layout(layout, one_rank):
     """F02, B05, B13, N01: sums over ranks count everything once; sampling is keyed by what is sampled."""

@@ -67,7 +67,6 @@ def tiny_run(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.xdist_group("quickstart")
 def test_printed_summary(tiny_run):
     done, _ = tiny_run
     lines = done.stdout.splitlines()
@@ -93,7 +92,6 @@ def test_printed_summary(tiny_run):
 
 
 @pytest.mark.dist
-@pytest.mark.xdist_group("quickstart")
 def test_files(tiny_run):
     _, folder = tiny_run
     assert load_config([folder / "config.toml"]) == EXPECTED
@@ -115,7 +113,6 @@ def test_a_wrong_flag_ends_with_the_closest_name(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-@pytest.mark.xdist_group("quickstart")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_the_quickstart_learns_within_five_minutes(seed, tmp_path):
     done = start(["bash", ROOT / "launch" / "quickstart.sh", "--seed", seed, "--run-dir", "run"], tmp_path, 840)
