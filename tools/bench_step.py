@@ -50,6 +50,7 @@ DEFAULTS = {
     "ffn_hidden_size": 1024,
     "vocab_size": 4096,
     "prefix_chunk_tokens": 1024,
+    "prefix_block_tokens": 2048,  # K, V and their gradients of one head stay in a CPU core's cache
 }
 _NO_RECOMPUTE = {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
 SCHEDULES = {
@@ -305,7 +306,7 @@ def ratios(schedules: dict[str, dict], last_chunk: dict[str, float | None]) -> d
 def describe(configs: dict[str, Config], args: argparse.Namespace) -> dict:
     config = next(iter(configs.values()))
     model, prefix = config.model, config.prefix
-    names = [*DEFAULTS, "bf16", "prefix_block_tokens", "branches_per_microbatch"]
+    names = [*DEFAULTS, "bf16", "branches_per_microbatch"]
     shape = {name: getattr(model if hasattr(model, name) else prefix, name) for name in names}
     return {
         "prompt_tokens": args.prompt_tokens,

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/needle/train.py --config examples/needle/quickstart.toml
 
 The warm-up uses the same replay: its loss is that of a policy gradient with advantage 1 on the right answer. It
-stops at a quarter of the final prompt length; RL does the rest. Takes every training flag.
+stops at an eighth of the final prompt length; RL does the rest. Takes every training flag.
 """
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.run_log import RunLog
 from megatron_longstraw.train import exit_status, print_summary, train
 
-CURRICULUM = "32:100:32,64:40:32,128:40:16,256:20:8"
+CURRICULUM = "32:100:32,64:40:32,128:40:16"
 
 
 def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:

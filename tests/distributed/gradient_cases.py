@@ -44,6 +44,7 @@ CASES = {
         "cp2, prompt of 1, branch of 1": f"{CP2} --prompt-tokens 1 --response-lengths 1",
         "cp2, odd lengths": f"{CP2} --prompt-tokens 257 --response-lengths 7,1,4 --seed 3",
         "cp2, yarn": f"{CP2} --position-embedding-type yarn --yarn-original-max-position-embeddings 64",
+        "cp2, softmax scale": f"{CP2} --softmax-scale 0.4 --prompt-tokens 70",
         "cp2, several prompts at once": f"{CP2} --prompts-per-rank 2 --prompts-per-microbatch 2",
         "cp2, frozen": f"{CP2} --prefix-grad frozen",
         "cp2, last:2": f"{CP2} --prefix-grad last:2",
