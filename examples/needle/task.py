@@ -1,8 +1,7 @@
 """A digit and a capital lost among small letters: the smallest task whose answer needs the whole prompt.
 
-A prompt is small letters with one digit and one capital at two random places, and a final question mark; the answer
-is the digit, then the capital. 26 + 10 + 26 symbols, the question mark and one unused id make a vocabulary of 64
-tokens, which is also all the tokenizer there is.
+A prompt is small letters with one digit and one capital (A to J) at two random places, and a final question mark; the
+answer is the digit, then the capital. The model's vocabulary of 64 ids is also all the tokenizer there is.
 """
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from megatron_longstraw.config import Config
 from megatron_longstraw.types import Branch, PromptGroup
 
 VOCABULARY = string.ascii_lowercase + string.digits + string.ascii_uppercase + "?_"
-SMALL, DIGITS, CAPITALS = (0, 26), (26, 36), (36, 62)
+SMALL, DIGITS, CAPITALS = (0, 26), (26, 36), (36, 46)
 ASK = VOCABULARY.index("?")
 ANSWER_TOKENS = 2
 

@@ -10,7 +10,7 @@ the CPU raise SIGFPE) and a fully masked row comes back with lse 0 instead of -i
 which rows exist: callers slice.
 
 Conventions: q, out, dout [B, N, S, D]; k, v [B, K, T, D] with N a multiple of K (grouped queries, unexpanded);
-any strides. lse [B, N, S], natural logarithm, float32 (float64 for float64 inputs). dk, dv come back in the
+any strides with a contiguous head dim. lse [B, N, S], natural logarithm, float32 (float64 for float64 inputs). dk, dv come back in the
 input dtype: accumulate them in float32.
 """
 from __future__ import annotations
@@ -57,6 +57,8 @@ def attend_backward(
 
 def _check_block(q: Tensor, k: Tensor, causal: bool) -> None:
     assert q.shape[2] > 0 and k.shape[2] > 0, f"empty attention block: {q.shape[2]} queries, {k.shape[2]} keys"
+    # The CPU kernel reads other layouts of the last dim wrongly, without an error.
+    assert q.stride(-1) == k.stride(-1) == 1, f"head dim must be contiguous, got strides {q.stride()}, {k.stride()}"
     assert not causal or q.shape[2] == k.shape[2], f"causal block {q.shape[2]}x{k.shape[2]} is not square"
 
 

@@ -25,7 +25,8 @@ class AttentionAccumulator:
     def add(self, rows: slice, out_SBND: Tensor, lse_SBN: Tensor) -> None:
         """Merge a partial result of these rows. Its lse must be finite (never an empty row)."""
         out, lse = self.out_SBND[rows], self.lse_SBN[rows]
-        merged = torch.logaddexp(lse, lse_SBN)
-        out.mul_(torch.exp(lse - merged).unsqueeze(-1))
-        out.addcmul_(out_SBND.to(out.dtype), torch.exp(lse_SBN - merged).unsqueeze(-1))
-        lse.copy_(merged)
+        # Shares from the difference of the two lse: exp(lse - merged) would carry the rounding of a large lse.
+        share = torch.sigmoid(lse_SBN - lse)
+        out.mul_(torch.sigmoid(lse - lse_SBN).unsqueeze(-1))
+        out.addcmul_(out_SBND.to(out.dtype), share.unsqueeze(-1))
+        lse.copy_(torch.logaddexp(lse, lse_SBN))

@@ -50,7 +50,7 @@ def merge_over_ranks(out_SBND: Tensor, lse_SBN: Tensor, group: dist.ProcessGroup
     if size == 1:
         return out_SBND, lse_SBN
     lse_all = all_gather_rows(lse_SBN.unsqueeze(0), group)  # [cp, S, B, N]
-    lse_global = torch.logsumexp(lse_all, dim=0)
-    share = torch.exp(lse_SBN - lse_global).unsqueeze(-1)
-    own = slice(group_rank(group) * out_SBND.shape[0] // size, (group_rank(group) + 1) * out_SBND.shape[0] // size)
-    return reduce_scatter_rows(out_SBND * share, group), lse_global[own].contiguous()
+    rank, rows = group_rank(group), out_SBND.shape[0] // size
+    share = torch.softmax(lse_all, dim=0)[rank].unsqueeze(-1)
+    own_lse = torch.logsumexp(lse_all[:, rank * rows : (rank + 1) * rows], dim=0)
+    return reduce_scatter_rows(out_SBND * share, group), own_lse
