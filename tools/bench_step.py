@@ -204,6 +204,8 @@ def serve(connection, *bench_args) -> None:
         connection.send((True, None))
         while (request := connection.recv()) is not None:
             connection.send((True, getattr(bench, request[0])(*request[1:])))
+    except (EOFError, BrokenPipeError):
+        pass  # the parent is gone, and nobody is left to tell
     except Exception:  # told to the parent, which stops the run with it
         connection.send((False, traceback.format_exc()))
 
