@@ -28,7 +28,7 @@ from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.run_log import RunLog
 from megatron_longstraw.train import exit_status, print_summary, train
 
-CURRICULUM = "16:100:64,32:40:64,64:20:32,128:12:16"
+CURRICULUM = "16:100:64,32:40:64,64:20:32,128:8:16"
 
 
 def warm_up(policy: Policy, curriculum: str, lr: float, log: RunLog) -> None:
