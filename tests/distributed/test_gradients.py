@@ -76,3 +76,14 @@ def test_frozen_is_biased_and_last_n_lies_between(oracle_cache):
     """The dial does something: the cosine with the exact gradient grows from frozen to exact."""
     exact = results_of(1, str(oracle_cache))["one rank"]
     assert 0.5 < exact["cosine_frozen_vs_exact"] < 0.99
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_bfloat16_is_as_exact_as_the_stock_model_in_bfloat16(oracle_cache):
+    """Judged by the stock model's own distance from float32, not by a constant."""
+    argv = "--bf16 --context-parallel-size 2 --recompute-granularity full".split() + ["--oracle-cache", str(oracle_cache)]
+    (result,) = run_ranks(_run_cases, 2, [argv], timeout_s=200.0)[0]
+    assert result["rel_err"] <= 1.5 * result["stock_bf16_rel_err"], result
+    assert 1e-4 < result["stock_bf16_rel_err"] < 0.1, "both really ran in bfloat16"
+    assert result["score_equals_replay"], result
