@@ -18,7 +18,7 @@ MUTANT_REL_ERR = 1e-3
 """The mildest mistake is a hundred times past the bound, so the bound is no accident."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def oracle_cache(tmp_path_factory):
     """One folder of oracle answers for all workers of a run."""
     root = tmp_path_factory.getbasetemp()
