@@ -17,7 +17,9 @@ from megatron_longstraw.config.schema import (
     SECTIONS,
     SETTINGS,
     AlgorithmConfig,
+    CheckpointConfig,
     Config,
+    DataConfig,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -30,8 +32,10 @@ from megatron_longstraw.config.settings import ConfigError, Setting, parse_bytes
 
 __all__ = [
     "AlgorithmConfig",
+    "CheckpointConfig",
     "Config",
     "ConfigError",
+    "DataConfig",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",

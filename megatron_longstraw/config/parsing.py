@@ -115,7 +115,7 @@ def _assemble(values: Mapping[str, Any]) -> Config:
         )
         for section, section_type in SECTIONS.items()
     }
-    return Config(**sections)
+    return Config(**sections, given=frozenset(values))
 
 
 def _merge_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:
@@ -162,7 +162,7 @@ def _add_flag(group: argparse._ArgumentGroup, setting: Setting) -> None:
     if setting.type is bool:
         group.add_argument(*setting.flags, action=argparse.BooleanOptionalAction, **common)
         return
-    metavar = {int: "N", float: "X", str: "TEXT", tuple: "ID"}[setting.type]
+    metavar = {int: "N", float: "X", str: "TEXT"}.get(setting.item_type or setting.type)
     if setting.option.choices:
         metavar = "{" + ",".join(setting.option.choices) + "}"
     # Texts are converted by the setting itself, so that flags and TOML are judged by the same words.

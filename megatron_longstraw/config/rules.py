@@ -79,6 +79,14 @@ def _position_problems(config: Config) -> Iterator[str]:
             "use_rope_scaling",
             "position_embedding_type",
         )
+    if model.rotary_seq_len_interpolation_factor != 1.0 and (model.use_rope_scaling or model.position_embedding_type != "rope"):
+        yield _problem(
+            f"rotary_seq_len_interpolation_factor {model.rotary_seq_len_interpolation_factor} beside another scaling",
+            "one way of scaling positions",
+            "rotary_seq_len_interpolation_factor",
+            "use_rope_scaling",
+            "position_embedding_type",
+        )
     if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
         yield _problem(
             f"rope_scaling_low_freq_factor {model.rope_scaling_low_freq_factor} and "
@@ -140,6 +148,13 @@ def _moe_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
     if model.num_experts is None:
         yield from _dense_problems(model, parallel)
         return
+    if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
+        yield _problem(
+            "moe_router_pre_softmax off with moe_router_topk 1",
+            "on: the softmax over one expert is constant, so the router would not learn",
+            "moe_router_pre_softmax",
+            "moe_router_topk",
+        )
     if model.moe_router_topk > model.num_experts:
         yield _problem(
             f"moe_router_topk {model.moe_router_topk} of num_experts {model.num_experts}",
@@ -176,7 +191,7 @@ def _dense_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
             "expert_model_parallel_size",
             "num_experts",
         )
-    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
+    for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_pre_softmax"):
         if getattr(model, name) is not None:
             yield _problem(f"{name} {getattr(model, name)} without num_experts", "num_experts", name, "num_experts")
 

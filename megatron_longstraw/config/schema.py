@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from megatron_longstraw.config.settings import Setting, option, settings_of
 
 _MODULE_FUNCTION = {"pattern": r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", "form": "module:function"}
+_TEXT = {"pattern": r".+", "form": "a text"}
 _CLIP = {
     "above": 0.0,
     "below": 1.0,
@@ -47,6 +48,9 @@ class ModelConfig:
     rope_scaling_original_max_position_embeddings: int = option(
         8192, "Llama 3 scaling: context length of pre-training", minimum=1
     )
+    rotary_seq_len_interpolation_factor: float = option(
+        1.0, "linear scaling: positions are divided by this", minimum=1.0
+    )
     yarn_rotary_scaling_factor: float = option(4.0, "YaRN: stretch of the context", minimum=1.0)
     yarn_original_max_position_embeddings: int = option(4096, "YaRN: context length of pre-training", minimum=1)
     yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is left alone", above=0.0)
@@ -61,6 +65,11 @@ class ModelConfig:
     softmax_scale: float | None = option(None, "factor on attention scores; none: 1 / sqrt(kv_channels)", above=0.0)
     num_experts: int | None = option(None, "experts per layer; none: a dense model", minimum=1)
     moe_router_topk: int = option(2, "experts a token is sent to", minimum=1)
+    moe_router_pre_softmax: bool | None = option(
+        None,
+        "weigh chosen experts by the softmax over all experts instead of over the chosen; none: only with topk 1, "
+        "where the other is constant",
+    )
     moe_ffn_hidden_size: int | None = option(None, "inner width of an expert; none: ffn_hidden_size", minimum=1)
     moe_shared_expert_intermediate_size: int | None = option(
         None, "inner width of the experts every token passes; none: no such experts", minimum=1
@@ -85,15 +94,17 @@ class ModelConfig:
     def resolve(self) -> ModelConfig:
         ffn_hidden_size = _default(self.ffn_hidden_size, 4 * self.hidden_size)
         # Megatron refuses an expert width in a dense model.
-        moe_ffn_hidden_size = self.moe_ffn_hidden_size
+        moe_ffn_hidden_size, pre_softmax = self.moe_ffn_hidden_size, self.moe_router_pre_softmax
         if self.num_experts is not None:
             moe_ffn_hidden_size = _default(moe_ffn_hidden_size, ffn_hidden_size)
+            pre_softmax = _default(pre_softmax, self.moe_router_topk == 1)
         return dataclasses.replace(
             self,
             ffn_hidden_size=ffn_hidden_size,
             num_query_groups=_default(self.num_query_groups, self.num_attention_heads),
             kv_channels=_default(self.kv_channels, self.hidden_size // max(1, self.num_attention_heads)),
             moe_ffn_hidden_size=moe_ffn_hidden_size,
+            moe_router_pre_softmax=pre_softmax,
         )
 
 
@@ -245,6 +256,52 @@ class RewardConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Prompts from files, rollouts from files, and the tokenizer between text and ids."""
+
+    train_files: tuple[str, ...] = option(
+        (), "JSONL or Parquet files of prompts, read in this order", aliases=("prompt-data",)
+    )
+    prompt_key: str = option("prompt", "column of the prompt: a text or a list of messages", aliases=("input-key",), **_TEXT)
+    answer_key: str = option("answer", "column of the right answer, in files without reward_model", aliases=("label-key",), **_TEXT)
+    data_source_key: str = option("data_source", "column that names the source", aliases=("reward-fn-key",), **_TEXT)
+    reward_model_key: str = option("reward_model", "column that holds {ground_truth: the right answer}", **_TEXT)
+    extra_info_key: str = option("extra_info", "column of what else the reward function wants to know", **_TEXT)
+    id_key: str = option("id", "column that names the row", **_TEXT)
+    tokenizer_model: str | None = option(
+        None, "tokenizer: a Hugging Face folder or tokenizer.json, or a SentencePiece .model; none: hf_checkpoint", **_TEXT
+    )
+    apply_chat_template: bool = option(False, "wrap text prompts as a user's message (messages always are one)")
+    truncation: str = option(
+        "error",
+        "prompts over max_prompt_length: stop, keep the last tokens (left is cut), keep the first, or leave them out",
+        choices=("error", "left", "right", "filter"),
+    )
+    shuffle: bool = option(True, "read prompts in an order drawn anew each epoch")
+    max_row_bytes: int = option(2**28, "largest row of a prompt or rollout file", minimum=1, is_bytes=True)
+    rollout_file: str | None = option(
+        None, "JSONL of rollouts to train on instead of sampling", aliases=("load-debug-rollout-data",), **_TEXT
+    )
+    save_rollouts: bool = option(True, "write every rollout to rollouts.jsonl in run_dir")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Where weights come from and go to."""
+
+    hf_checkpoint: str | None = option(
+        None, "Hugging Face model folder: the model's shape, and its weights unless load is given", **_TEXT
+    )
+    load: str | None = option(None, "Megatron checkpoint folder to take the weights from", **_TEXT)
+    save_hf: str | None = option(
+        None, "folder for the trained model in Hugging Face format, with hf_checkpoint's other files", **_TEXT
+    )
+    backfill: bool = option(
+        False, "leave tensors of hf_checkpoint that the model has no place for out, and copy them into save_hf"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Adam and its learning rate."""
 
@@ -287,7 +344,11 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+    """Names of the fields that a file, a flag or an override set, whether or not to another value."""
 
     def resolve(self) -> Config:
         """The same run with every default that follows from another field filled in."""
@@ -304,7 +365,9 @@ def _default(value, otherwise):
     return otherwise if value is None else value
 
 
-SECTIONS: dict[str, type] = {part.name: part.default_factory for part in dataclasses.fields(Config)}
+SECTIONS: dict[str, type] = {
+    part.name: part.default_factory for part in dataclasses.fields(Config) if part.name != "given"
+}
 """Section name -> its dataclass."""
 
 SETTINGS: dict[str, Setting] = {

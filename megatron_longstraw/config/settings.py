@@ -70,10 +70,12 @@ class Setting:
     section: str
     name: str
     type: type
-    """bool, int, float, str, or tuple (of ints)."""
+    """bool, int, float, str, or tuple (of `item_type`)."""
     optional: bool
     default: Any
     option: Option
+    item_type: type | None = None
+    """int or str, of a tuple."""
 
     @property
     def flag(self) -> str:
@@ -89,7 +91,7 @@ class Setting:
             return None
         try:
             if self.type is tuple:
-                return tuple(int(item) for item in text)
+                return tuple(self.item_type(item) for item in text)
             if self.option.is_bytes:
                 return parse_bytes(text)
             return self.type(text) if self.type in (int, float) else text
@@ -119,7 +121,7 @@ class Setting:
         if value is None:
             return self.optional
         if self.type is tuple:
-            return isinstance(value, tuple) and all(type(item) is int for item in value)
+            return isinstance(value, tuple) and all(type(item) is self.item_type for item in value)
         # bool is a subclass of int, yet `true` is no number of ranks
         return type(value) is self.type or (self.type is float and type(value) is int)
 
@@ -138,7 +140,7 @@ class Setting:
                 int: "a whole number",
                 float: "a finite number",
                 str: "a text",
-                tuple: "a list of whole numbers",
+                tuple: "a list of texts" if self.item_type is str else "a list of whole numbers",
             }[self.type]
         bounds = ((">=", facts.minimum), ("<=", facts.maximum), ("above", facts.above), ("below", facts.below))
         limits = " and ".join(f"{sign} {bound}" for sign, bound in bounds if bound is not None)
@@ -153,6 +155,8 @@ class Setting:
         if isinstance(value, str):
             matches = facts.pattern is None or re.fullmatch(facts.pattern, value) is not None
             return matches and (not facts.choices or value in facts.choices)
+        if self.item_type is str:
+            return all(value)
         numbers = value if isinstance(value, tuple) else (value,)
         return all(
             (isinstance(number, int) or math.isfinite(number))
@@ -178,6 +182,7 @@ def settings_of(section: str, section_type: type) -> list[Setting]:
                 section=section,
                 name=field.name,
                 type=typing.get_origin(hint) or hint,
+                item_type=next(iter(typing.get_args(hint)), None),
                 optional=optional,
                 default=field.default,
                 option=field.metadata["option"],

@@ -117,8 +117,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         options.update(
             num_moe_experts=model.num_experts,
             moe_router_topk=model.moe_router_topk,
-            # Softmax over one chosen expert is constant 1: top-1 weighs by the softmax over all (Megatron insists).
-            moe_router_pre_softmax=model.moe_router_topk == 1,
+            moe_router_pre_softmax=model.moe_router_pre_softmax,
             moe_ffn_hidden_size=model.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=model.moe_shared_expert_intermediate_size,
             # The auxiliary loss would be counted with weights of its own; refused by the config rules.
@@ -185,6 +184,9 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, tp_size: int, vp
         rotary_base=model.rotary_base,
         vp_stage=vp_stage,
     )
+    if model.rotary_seq_len_interpolation_factor != 1.0:
+        # As Hugging Face does it; Megatron would scale the positions, which rounds otherwise.
+        chunk.rotary_pos_emb.inv_freq = chunk.rotary_pos_emb.inv_freq / model.rotary_seq_len_interpolation_factor
     if model.use_rope_scaling:
         chunk.rotary_pos_emb.inv_freq = llama3_inv_freq(chunk.rotary_pos_emb.inv_freq, model)
     chunk.rotary_pos_emb = OffsetRotary(chunk.rotary_pos_emb)
