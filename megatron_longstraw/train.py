@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
-from megatron_longstraw.convert.adopt import open_folder, with_model_of
+from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 from megatron_longstraw.data.task import Task, check_prompts
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
@@ -142,6 +142,7 @@ def run(config: Config) -> RunSummary:
     """
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
+    check_window(config, folder)
     if config.run.prompt_function is None:
         raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
     if config.checkpoint.save_hf is not None:

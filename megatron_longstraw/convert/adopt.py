@@ -47,16 +47,26 @@ def with_model_of(config: Config, folder: HFFolder | None) -> Config:
         )
     model = dataclasses.replace(config.model, **settings)
     rollout = config.rollout
-    if folder.window_tokens is not None:
-        longest = None if rollout.max_prompt_length is None else rollout.max_prompt_length + rollout.max_response_length
-        if longest is None or longest > folder.window_tokens:
-            got = "prompts of any length" if longest is None else f"a longest prompt plus response of {longest} tokens"
-            problems.append(
-                f"got {got}; {folder.path} attends to a window of {folder.window_tokens} tokens, and windows are not "
-                f"built: need prompt plus response within it; change --max-prompt-length or --max-response-length"
-            )
     if "stop_token_ids" not in config.given:
         rollout = dataclasses.replace(rollout, stop_token_ids=folder.eos_token_ids)
     if problems:
         raise ConfigError(problems)
     return dataclasses.replace(config, model=model, rollout=rollout)
+
+
+def check_window(config: Config, folder: HFFolder | None) -> None:
+    """Raises:
+    ConfigError: prompts may be longer than the window that the folder's model attends to.
+    """
+    if folder is None or folder.window_tokens is None:
+        return
+    rollout = config.rollout
+    longest = None if rollout.max_prompt_length is None else rollout.max_prompt_length + rollout.max_response_length
+    if longest is None or longest > folder.window_tokens:
+        got = "prompts of any length" if longest is None else f"a longest prompt plus response of {longest} tokens"
+        raise ConfigError(
+            [
+                f"got {got}; {folder.path} attends to a window of {folder.window_tokens} tokens, and windows are not "
+                f"built: need prompt plus response within it; change --max-prompt-length or --max-response-length"
+            ]
+        )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import torch as _torch_dist  # noqa: F401, else imported too late
 from megatron.core.models.gpt import GPTModel
 
 from megatron_longstraw.config import ConfigError, ModelConfig
@@ -23,10 +24,13 @@ RELEASE = "release"
 """Megatron's name of a checkpoint that was converted, not trained."""
 
 
-def save_weights(chunks: list[GPTModel], folder: str | Path) -> Path:
+def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) -> Path:
     """Write the weights as the checkpoint `release` of a folder; a call of all ranks.
 
     The tracker file moves last, so a reader never sees half a checkpoint.
+
+    Args:
+        model_toml: the [model] section they belong to, kept beside them as model.toml.
 
     Returns: the checkpoint's own folder.
 
@@ -35,8 +39,7 @@ def save_weights(chunks: list[GPTModel], folder: str | Path) -> Path:
     """
     folder = Path(folder)
     partial, final = folder / f".{RELEASE}.partial", folder / RELEASE
-    if (folder / TRACKER).exists() or final.exists():
-        raise ConfigError([f"{folder} holds a checkpoint already, and nothing is overwritten: change --save"])
+    check_no_checkpoint(folder)
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -46,11 +49,25 @@ def save_weights(chunks: list[GPTModel], folder: str | Path) -> Path:
     dist.barrier()
     if dist.get_rank() == 0:
         partial.rename(final)
+        (folder / "model.toml").write_text(model_toml, encoding="utf-8")
         tracker = folder / f".{TRACKER}.partial"
         tracker.write_text(RELEASE)
         tracker.rename(folder / TRACKER)
     dist.barrier()
     return final
+
+
+def check_no_checkpoint(folder: Path) -> None:
+    """Raises:
+    ConfigError: the folder holds a checkpoint already; nothing is overwritten.
+    """
+    if (folder / TRACKER).exists() or (folder / RELEASE).exists():
+        raise ConfigError([f"{folder} holds a checkpoint already, and nothing is overwritten: change --save"])
+
+
+def saved_dtypes(folder: str | Path) -> set[torch.dtype]:
+    """Of the tensors of a folder's latest checkpoint."""
+    return {tensor.dtype for tensor in dist_checkpointing.load_tensors_metadata(str(latest(folder))).values()}
 
 
 @torch.no_grad()
