@@ -146,8 +146,9 @@ def rope_tables(model: ModelConfig) -> dict[str, Any]:
             "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
             "beta_fast": model.yarn_beta_fast,
             "beta_slow": model.yarn_beta_slow,
-            "attention_factor": _mscale(factor, model.yarn_mscale) / _mscale(factor, model.yarn_mscale_all_dim),
         }
+        if (model.yarn_mscale, model.yarn_mscale_all_dim) != (1.0, 0.0):
+            table["attention_factor"] = _mscale(factor, model.yarn_mscale) / _mscale(factor, model.yarn_mscale_all_dim)
     elif model.use_rope_scaling:
         table |= {
             "rope_type": "llama3",

@@ -29,6 +29,9 @@ def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) ->
 
     The tracker file moves last, so a reader never sees half a checkpoint.
 
+    The parameters are given up (left empty): Megatron saves gate and up projections as two tensors, and copies of
+    all of them at once would need half as much memory again.
+
     Args:
         model_toml: the [model] section they belong to, kept beside them as model.toml.
 
@@ -44,8 +47,10 @@ def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) ->
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
+    state = _state(chunks)
+    _split_storages(state, chunks)
     with cpu_runtime.tensor_scope():
-        dist_checkpointing.save({"checkpoint_version": 3.0, "iteration": 0, **_state(chunks)}, str(partial))
+        dist_checkpointing.save({"checkpoint_version": 3.0, "iteration": 0, **state}, str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
         partial.rename(final)
@@ -85,7 +90,9 @@ def load_weights(chunks: list[GPTModel], model: ModelConfig, folder: str | Path,
     path = latest(folder)
     saved = dist_checkpointing.load_tensors_metadata(str(path))
     problems, missing = [], []
-    for key, tensor in _tensors(_state(chunks)):
+    state = _state(chunks)
+    for tensor in _tensors(state):
+        key = tensor.key
         if key not in saved:
             missing.append(key)
         elif tuple(saved[key].global_shape) != tuple(tensor.global_shape) and not tensor.allow_shape_mismatch:
@@ -97,10 +104,14 @@ def load_weights(chunks: list[GPTModel], model: ModelConfig, folder: str | Path,
         problems += [f"{path}: has no {key}; change --load or the model's shape" for key in sorted(set(missing))[:10]]
     if problems:
         raise ConfigError(problems)
+    wanted = [tensor for tensor in _tensors(state) if tensor.key in saved]
+    places = [tensor.data for tensor in wanted]
     with cpu_runtime.tensor_scope():
-        loaded = dist_checkpointing.load(_state(chunks), str(path))
-    for number, chunk in enumerate(chunks):
-        chunk.load_state_dict(loaded[_key(number)], strict=not missing)
+        loaded = dist_checkpointing.load({str(number): tensor for number, tensor in enumerate(wanted)}, str(path))
+    for number, place in enumerate(places):
+        values = loaded[str(number)]
+        if values.data_ptr() != place.data_ptr():  # most are read in place
+            place.copy_(values)
     for shard, parameter in named_shards(chunks, model):
         # Vocabulary padding differs between layouts: rows the checkpoint had no numbers for are undefined.
         parameter[shard.num_unpadded_rows :].zero_()
@@ -125,15 +136,26 @@ def latest(folder: str | Path) -> Path:
 
 
 def _state(chunks: list[GPTModel]) -> dict:
+    """Sharded tensors that are views of the parameters."""
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {_key(number): chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
-
-
-def _key(number: int) -> str:
-    return f"model{number}"
-
-
-def _tensors(state: dict):
-    """(key, ShardedTensor) of everything that is saved as a tensor."""
+    state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
     apply_factories(state)
-    return [(item.key, item) for item in nested_values(state) if isinstance(item, ShardedTensor)]
+    return state
+
+
+def _tensors(state: dict) -> list[ShardedTensor]:
+    return [item for item in nested_values(state) if isinstance(item, ShardedTensor)]
+
+
+def _split_storages(state: dict, chunks: list[GPTModel]) -> None:
+    """Give each tensor that is part of a parameter memory of its own, one parameter at a time."""
+    parts: dict[int, list[ShardedTensor]] = {}
+    for tensor in _tensors(state):
+        parts.setdefault(tensor.data.untyped_storage().data_ptr(), []).append(tensor)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            own = parts.get(parameter.untyped_storage().data_ptr(), [])
+            if len(own) > 1:
+                for tensor in own:
+                    tensor.data = tensor.data.detach().clone()
+                parameter.data = parameter.data.new_empty(0)
