@@ -46,7 +46,8 @@ def run_ranks(work: Callable, world_size: int, *arguments: Any, timeout_s: float
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         processes = [
-            context.Process(target=_rank_main, args=(work, rank, world_size, folder, timeout_s, arguments), daemon=True)
+            # No daemons, which could not start the processes that write a checkpoint; all are killed below.
+            context.Process(target=_rank_main, args=(work, rank, world_size, folder, timeout_s, arguments))
             for rank in range(world_size)
         ]
         for process in processes:
