@@ -66,10 +66,9 @@ def make_folder(case: str, folder: Path, dtype=torch.float32, shard_bytes: int |
 
 
 def edit_config(folder: Path, **changes) -> None:
-    """Change keys of config.json; None deletes."""
+    """Change keys of config.json."""
     path = folder / "config.json"
-    values = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 def transformers_logits(folder: Path, ids) -> torch.Tensor:

@@ -65,6 +65,8 @@ class TensorFiles:
                 self._add(name, read_header(folder / name), problems)
             except _Damaged as error:
                 problems.append(f"{name}: {error}")
+            except OSError as error:
+                problems.append(f"{name}: cannot be read ({error.strerror})")
         if not problems and (folder / INDEX).exists():
             problems += self._index_problems()
         if problems:
