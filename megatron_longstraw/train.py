@@ -1,10 +1,11 @@
 """The loop around the step: prompts in, metrics out.
 
     torchrun --nproc-per-node 2 -m megatron_longstraw.train --context-parallel-size 2 \\
-        --prompt-function mytask:task --reward-function mytask:score ...
+        --train-files prompts.jsonl --tokenizer-model model_folder --reward-function mytask:score ...
 """
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
+from megatron_longstraw.data.file_task import FileTask
 from megatron_longstraw.data.task import Task, check_prompts
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
@@ -131,6 +133,39 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
     log.say(f"curve      {picture}" if picture else "curve      not drawn: pip install 'megatron_longstraw[logging]'")
 
 
+def task_maker(config: Config) -> Callable[[Config], Task]:
+    """What builds the task of a configuration: --train-files, or a user's --prompt-function.
+
+    Raises:
+        ConfigError: neither is given, or both.
+    """
+    function, files = config.run.prompt_function, config.data.train_files
+    if function and files:
+        raise ConfigError([f"got --train-files {' '.join(files)} and --prompt-function {function}; need one of them"])
+    if files:
+        return FileTask.from_config
+    if not function:
+        raise ConfigError(["no prompts; name files with --train-files, or a source with --prompt-function module:function"])
+    return load_function(function, "--prompt-function")
+
+
+def with_stop_ids(config: Config, task: Task) -> Config:
+    """Responses to prompts of files end at the tokenizer's end-of-text ids, unless --stop-token-ids says otherwise.
+
+    Raises:
+        ConfigError: the tokenizer names none.
+    """
+    if "stop_token_ids" in config.given or not isinstance(task, FileTask):
+        return config
+    stop_ids = task.tokenizer.eos_token_ids
+    if not stop_ids:
+        raise ConfigError([
+            "the tokenizer names no end-of-text token, so every response would run to --max-response-length; need "
+            "--stop-token-ids (without a value if that is wanted)"
+        ])  # fmt: skip
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop_token_ids=stop_ids))
+
+
 def run(config: Config) -> RunSummary:
     """Build everything a configuration names, and train.
 
@@ -138,16 +173,17 @@ def run(config: Config) -> RunSummary:
         ConfigError: what was asked for cannot be run; nothing has been computed or written.
     """
     config = config.resolve()
-    if config.run.prompt_function is None:
-        raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
-    make_task = load_function(config.run.prompt_function, "--prompt-function")
     load_function(config.reward.reward_function)
+    make_task = task_maker(config)
     layout = parallel.initialize(config)
     task = make_task(config)
+    config = with_stop_ids(config, task)
     check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
     log = RunLog(config, active=dist.get_rank() == 0)
     try:
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
+        if isinstance(task, FileTask):
+            log.say(f"prompts    {task.describe()}")
         summary = train(Policy(config, layout), task, log)
         print_summary(log, config, summary)
     finally:
