@@ -145,7 +145,7 @@ def task_maker(config: Config) -> Callable[[Config], Task]:
     if files:
         return FileTask.from_config
     if not function:
-        raise ConfigError(["no prompts; name files with --train-files, or a source with --prompt-function module:function"])
+        raise ConfigError(["no prompts; name --train-files, or a source with --prompt-function module:function"])
     return load_function(function, "--prompt-function")
 
 

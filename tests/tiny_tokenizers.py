@@ -19,8 +19,8 @@ CHAT_TEMPLATE = (
 BOS, EOS, IM_START, IM_END = "<s>", "</s>", "<|im_start|>", "<|im_end|>"
 
 
-def byte_level(folder: Path, *, add_bos: bool = True, files: tuple[str, ...] = ("tokenizer_config.json",), **config) -> Path:
-    """A Hugging Face folder whose base alphabet is bytes; `files` and `config` say what lies beside tokenizer.json."""
+def byte_level(folder: Path, *, add_bos: bool = True, **config) -> Path:
+    """A Hugging Face folder whose base alphabet is bytes; `config` is for its tokenizer_config.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level(folder: Path, *, add_bos: bool = True, files: tuple[str, ...] = (
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
     config = {"bos_token": BOS, "eos_token": EOS, "chat_template": CHAT_TEMPLATE} | config
-    return _write(folder, tokenizer, files, config)
+    return _write(folder, tokenizer, config)
 
 
 def space_marked(folder: Path, **config) -> Path:
@@ -54,7 +54,7 @@ def space_marked(folder: Path, **config) -> Path:
     )
     tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 1)])
     config = {"tokenizer_class": "LlamaTokenizer", "bos_token": BOS, "eos_token": EOS, "unk_token": "<unk>"} | config
-    return _write(folder, tokenizer, ("tokenizer_config.json",), config)
+    return _write(folder, tokenizer, config)
 
 
 def sentence_piece(folder: Path, **options) -> Path:
@@ -68,9 +68,8 @@ def sentence_piece(folder: Path, **options) -> Path:
     return folder / "tokenizer.model"
 
 
-def _write(folder: Path, tokenizer: Tokenizer, files: tuple[str, ...], config: dict) -> Path:
+def _write(folder: Path, tokenizer: Tokenizer, config: dict) -> Path:
     folder.mkdir(exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
-    if "tokenizer_config.json" in files:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder

@@ -1,4 +1,4 @@
-"""Prompts of files as a task: which rows a step reads, their final ids, and what is done with those that are too long."""
+"""Prompts of files as a task: which rows a step reads, their final ids, and what becomes of those that are too long."""
 from __future__ import annotations
 
 import functools
@@ -6,8 +6,8 @@ import functools
 import numpy as np
 
 from megatron_longstraw.config import Config, ConfigError
-from megatron_longstraw.data.prompt_files import PromptFiles
 from megatron_longstraw.data.prompt_rows import PromptRow
+from megatron_longstraw.data.prompt_set import PromptSet
 from megatron_longstraw.data.tokenizers import Tokenizer, TokenizerError, load_tokenizer
 from megatron_longstraw.types import PromptGroup
 
@@ -22,7 +22,7 @@ class FileTask:
         ConfigError: a row cannot be tokenized (found here under `--truncation filter` only), or too few rows are left.
     """
 
-    def __init__(self, files: PromptFiles, tokenizer: Tokenizer, config: Config):
+    def __init__(self, files: PromptSet, tokenizer: Tokenizer, config: Config):
         self.files, self.tokenizer = files, tokenizer
         self.data, self.limit = config.data, config.rollout.max_prompt_length
         self.seed = config.run.seed
@@ -67,7 +67,7 @@ class FileTask:
             )
         if problems:
             raise ConfigError(problems)
-        files = PromptFiles(config.data.train_files, config.data)
+        files = PromptSet(config.data.train_files, config.data)
         if files.first_chat is not None and not tokenizer.has_chat_template:
             raise ConfigError([
                 f"{files.where(files.first_chat)}: the prompt is messages, and tokenizer {path} has no chat template; "
@@ -124,8 +124,8 @@ class FileTask:
         raise self._error(
             place,
             row,
-            f"the prompt has {len(ids)} tokens; the limit is {self.limit}: shorten it, raise --max-prompt-length, or set "
-            f"--truncation left, right or filter",
+            f"the prompt has {len(ids)} tokens; the limit is {self.limit}: shorten it, raise --max-prompt-length, or "
+            f"set --truncation left, right or filter",
         )
 
     def _all_ids(self, place: int, row: PromptRow) -> np.ndarray:

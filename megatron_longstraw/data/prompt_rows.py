@@ -117,7 +117,7 @@ def _token_ids(value: list, key: str) -> np.ndarray:
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63:
         return np.array(value, dtype=np.int64)
     place = next(i for i, token in enumerate(value) if type(token) is not int or not 0 <= token < 2**63)
-    raise RowError(f"{key} holds {_show(value[place])} at position {place}; need whole numbers from 0 on; change the row")
+    raise RowError(f"{key} holds {_show(value[place])} at position {place}; need whole numbers >= 0; change the row")
 
 
 def _message(message: Any, place: int) -> dict[str, Any]:
@@ -138,7 +138,7 @@ def _ground_truth(row: dict, keys: DataConfig) -> Any:
     if keys.reward_model_key in row:
         key, value = keys.reward_model_key, row[keys.reward_model_key]
         if not isinstance(value, dict):
-            raise RowError(f"{key} is {_show(value)}; need an object with ground_truth; change --reward-model-key or the row")
+            raise RowError(f"{key} is {_show(value)}; need an object with ground_truth; change --reward-model-key")
         key, value = f"ground_truth of {key}", value.get("ground_truth")
     if value is None or value != value:  # tables of numbers write NaN for a missing one
         raise RowError(f"{key} is {_show(value)}; need the right answer; change --answer-key or the row")

@@ -136,8 +136,8 @@ class SentencePieceTokenizer:
         self.eos_token_ids = () if self._sp.eos_id() < 0 else (self._sp.eos_id(),)
         ids = range(self.vocab_size)
         self._has_text = np.array([not self._sp.is_control(id) for id in ids])
-        ordinary = [id for id in ids if not (self._sp.is_control(id) or self._sp.is_unknown(id) or self._sp.is_byte(id))]
-        self._anchor = _Anchor(((id, self._sp.id_to_piece(id)) for id in ordinary), self._sp.decode)
+        words = (id for id in ids if self._has_text[id] and not self._sp.is_unknown(id) and not self._sp.is_byte(id))
+        self._anchor = _Anchor(((id, self._sp.id_to_piece(id)) for id in words), self._sp.decode)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._sp.encode(text, add_bos=self.bos_token_id is not None), dtype=np.int64)

@@ -11,8 +11,9 @@ import pytest
 from pyarrow import parquet
 
 from megatron_longstraw.config import ConfigError, DataConfig
-from megatron_longstraw.data.prompt_files import PromptFileError, PromptFiles, iter_rows
+from megatron_longstraw.data.prompt_files import PromptFileError, iter_rows
 from megatron_longstraw.data.prompt_rows import RowError
+from megatron_longstraw.data.prompt_set import PromptSet
 
 KEYS = DataConfig()
 ROWS = [
@@ -45,7 +46,7 @@ def path(request, tmp_path):
 
 
 def test_rows_by_order_and_by_place(path):
-    files = PromptFiles([path], KEYS)
+    files = PromptSet([path], KEYS)
     assert len(files) == len(ROWS) and files.first_chat == 0
     assert [row.id for row in files] == [row["id"] for row in ROWS]
     places = np.random.default_rng(0).permutation(len(ROWS))[:50].tolist() + [3, 3, 199, 0]
@@ -64,7 +65,7 @@ def test_several_files_are_one_set(tmp_path):
     plain = [{"prompt": f"p{i}", "answer": i} for i in range(5)]
     paths = [write_jsonl(tmp_path / "a.jsonl", plain), write_parquet(tmp_path / "b.parquet", plain)]
     paths.append(write_jsonl(tmp_path / "c.jsonl", ROWS[:4]))
-    files = PromptFiles(paths, KEYS)
+    files = PromptSet(paths, KEYS)
     assert [row.id for row in files] == [*map(str, range(1, 11)), "q0", "q1", "q2", "q3"]
     assert [row.id for row in files.rows([13, 0, 9, 5])] == ["q3", "1", "10", "6"]
     assert files.where(7) == f"{paths[1]}: row 3" and files.first_chat == 10
@@ -72,14 +73,14 @@ def test_several_files_are_one_set(tmp_path):
 
 def test_last_line_needs_no_end_and_windows_lines_are_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "a", "answer": 1}\r\n{"prompt": "b", "answer": 2}')
-    files = PromptFiles([tmp_path / "a.jsonl"], KEYS)
+    files = PromptSet([tmp_path / "a.jsonl"], KEYS)
     assert [row.prompt for row in files.rows([1, 0])] == ["b", "a"]
 
 
 def test_unused_columns_are_not_read(tmp_path):
     rows = [{"prompt": "a", "answer": 1, "picture": b"x" * 10_000} for _ in range(4)]
     keys = DataConfig(max_row_bytes=1000)
-    assert len(PromptFiles([write_parquet(tmp_path / "a.parquet", rows)], keys)) == 4
+    assert len(PromptSet([write_parquet(tmp_path / "a.parquet", rows)], keys)) == 4
 
 
 def peak_bytes(function):
@@ -106,7 +107,7 @@ def large(tmp_path_factory):
 
 
 def test_a_file_is_not_held_in_memory(large):
-    files, opening = peak_bytes(lambda: PromptFiles([large], KEYS))
+    files, opening = peak_bytes(lambda: PromptSet([large], KEYS))
     rows, reading = peak_bytes(lambda: files.rows([799]))
     assert large.stat().st_size > LARGE_BYTES and rows[0].ground_truth == 799
     assert opening < 4 * 2**20 and reading < 4 * 2**20
@@ -115,8 +116,8 @@ def test_a_file_is_not_held_in_memory(large):
 def test_a_parquet_file_is_not_held_in_memory(large):
     code = (
         "import sys, pyarrow\n"
-        "from megatron_longstraw.data.prompt_files import DataConfig, PromptFiles\n"
-        "files = PromptFiles(sys.argv[1:], DataConfig())\n"
+        "from megatron_longstraw.data.prompt_set import DataConfig, PromptSet\n"
+        "files = PromptSet(sys.argv[1:], DataConfig())\n"
         "print(files.rows([799])[0].ground_truth, len(files), pyarrow.default_memory_pool().max_memory())"
     )
     path = large.with_suffix(".parquet")
@@ -127,9 +128,9 @@ def test_a_parquet_file_is_not_held_in_memory(large):
 
 
 def test_small_rows_cost_few_bytes(tmp_path):
-    num_rows = 20_000
+    num_rows = 10_000
     path = write_jsonl(tmp_path / "a.jsonl", [b'{"prompt":"a","answer":1}\n'] * num_rows)
-    files, peak = peak_bytes(lambda: PromptFiles([path], KEYS))
+    files, peak = peak_bytes(lambda: PromptSet([path], KEYS))
     assert len(files) == num_rows and peak < 100 * num_rows + 2**21
 
 
@@ -153,14 +154,14 @@ def test_largest_row(tmp_path, spare, accepted):
 
 def problems(paths, keys=KEYS):
     with pytest.raises(ConfigError) as error:
-        PromptFiles(paths, keys)
+        PromptSet(paths, keys)
     for problem in error.value.problems:
         assert "\n" not in problem and len(problem) < 600
     return error.value.problems
 
 
 def test_a_changed_file_is_refused(path):
-    files = PromptFiles([path], KEYS)
+    files = PromptSet([path], KEYS)
     path.write_bytes(path.read_bytes() + b"\n")
     with pytest.raises(PromptFileError, match="changed"):
         files.rows([0])
@@ -252,7 +253,7 @@ def bad_lines(rng):
         if byte != 0x0A:
             yield "control character", line[:text_at] + bytes([byte]) + line[text_at:]
     for place in rng.choice(len(line), 15, replace=False):
-        yield "stray bracket", line[:place] + b"}]" + line[place:] if line[place : place + 1] in b'{}[]:,' else line + b"}"
+        yield "stray bracket", line[:place] + b"}]" + line[place:] if line[place] in b"{}[]:," else line + b"}"
     for text in (b"", b"   ", b"null", b"[]", b"NaN", b"{}", b"{'prompt': 1}", b"prompt: a", b"\xef\xbb\xbf" + line):
         yield "another language", text
     yield "lone surrogate", line.replace(b'"math"', b'"\\ud800"')
@@ -265,7 +266,8 @@ def test_bad_lines_are_each_named(tmp_path):
     keys, count = DataConfig(max_row_bytes=15_000), 0
     for number, (name, bad) in enumerate(bad_lines(np.random.default_rng(0))):
         place = number % 6
-        path = write_jsonl(tmp_path / "a.jsonl", [*good_lines()[1 : 1 + place], bad + b"\n", *good_lines()[1 + place :]])
+        good = good_lines()[1:]
+        path = write_jsonl(tmp_path / "a.jsonl", [*good[:place], bad + b"\n", *good[place:]])
         found = problems([path], keys)
         assert len(found) == 1 and found[0].startswith(f"{path}: row {place + 1}"), (name, bad, found)
         count += 1
@@ -282,7 +284,7 @@ def test_broken_parquet_files(tmp_path):
     for place in rng.choice(np.arange(4, len(whole) // 2), 30, replace=False):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
-            assert [row.prompt for row in PromptFiles([path], KEYS)] == [row["prompt"] for row in ROWS]
+            assert [row.prompt for row in PromptSet([path], KEYS)] == [row["prompt"] for row in ROWS]
         except ConfigError as error:
             assert all(problem.startswith(f"{path}: ") and "\n" not in problem for problem in error.problems)
 
@@ -297,7 +299,7 @@ def test_a_parquet_row_that_is_no_text_or_too_large(tmp_path):
 
 
 def test_messages_are_read_alike_from_both(tmp_path):
-    json_files = PromptFiles([write_jsonl(tmp_path / "a.jsonl", ROWS)], KEYS)
-    tables = PromptFiles([write_parquet(tmp_path / "a.parquet", ROWS)], KEYS)
+    json_files = PromptSet([write_jsonl(tmp_path / "a.jsonl", ROWS)], KEYS)
+    tables = PromptSet([write_parquet(tmp_path / "a.parquet", ROWS)], KEYS)
     assert list(json_files) == list(tables)
     assert json.dumps(next(iter(tables)).prompt)

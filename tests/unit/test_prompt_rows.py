@@ -48,10 +48,13 @@ def test_messages_as_parquet_gives_them():
     ]
 
 
-@pytest.mark.parametrize("row", [{"prompt_ids": [5, 0, 7]}, {"prompt": [5, 0, 7]}, {"prompt": "x", "prompt_ids": [5, 0, 7]}])
+IDS = [5, 0, 7]
+
+
+@pytest.mark.parametrize("row", [{"prompt_ids": IDS}, {"prompt": IDS}, {"prompt": "x", "prompt_ids": IDS}])
 def test_prompts_of_ids(row):
     prompt = parse(row | {"answer": 1}).prompt
-    assert prompt.dtype == np.int64 and prompt.tolist() == [5, 0, 7]
+    assert prompt.dtype == np.int64 and prompt.tolist() == IDS
 
 
 def test_null_ids_beside_a_text():
@@ -59,8 +62,8 @@ def test_null_ids_beside_a_text():
 
 
 def test_renamed_columns():
-    flags = ["--input-key", "q", "--label-key", "a", "--reward-fn-key", "src", "--id-key", "uid", "--extra-info-key", "x"]
-    keys = parse_args([*flags, "--reward-model-key", "rm"]).data
+    flags = "--input-key q --label-key a --reward-fn-key src --id-key uid --extra-info-key x --reward-model-key rm"
+    keys = parse_args(flags.split()).data
     row = parse({"q": "?", "a": 4, "src": "s", "uid": 12, "x": {"k": 1}}, keys=keys)
     assert (row.id, row.data_source, row.prompt, row.ground_truth, row.extra_info) == ("12", "s", "?", 4, {"k": 1})
     assert parse({"q": "?", "rm": {"ground_truth": [1]}}, keys=keys).ground_truth == [1]
@@ -74,16 +77,18 @@ def test_no_column_is_guessed():
 
 
 WRONG_TYPES = (None, 1.5, True, {"a": 1})
+NO_IDS = ([1, "2"], [1, 2.0], [1, None], [True], [3, -1], [2**63], ["a"])
+NO_CONTENT = (None, 3, {}, [{"type": "text"}])
 BAD = [
     *[(value, "need an object") for value in (None, 3, "text", [PLAIN], 1.5, True)],
     *[({}, "--prompt-key"), ({"answer": "4"}, "--prompt-key"), ({"question": "2", "answer": "4"}, "'question'")],
     *[({"prompt": "2"}, "--answer-key"), ({"prompt": "2", "label": "4"}, "--reward-model-key")],
     *[(PLAIN | {"prompt": value}, "prompt is") for value in (*WRONG_TYPES, 3, "", [])],
-    *[(PLAIN | {"prompt": value}, "position") for value in ([1, "2"], [1, 2.0], [1, None], [True], [3, -1], [2**63], ["a"])],
+    *[(PLAIN | {"prompt": value}, "position") for value in NO_IDS],
     *[(PLAIN | {"prompt_ids": value}, "prompt_ids") for value in ("text", [], 3, MESSAGES, [[1]], [1.0])],
     *[(PLAIN | {"prompt": [MESSAGES[0], value]}, "message 2") for value in (None, "text", 3, [])],
     *[(PLAIN | {"prompt": [{"role": value, "content": "a"}]}, "role") for value in (None, 3, "", ["user"])],
-    *[(PLAIN | {"prompt": [{"role": "user", "content": value}]}, "content") for value in (None, 3, {}, [{"type": "text"}])],
+    *[(PLAIN | {"prompt": [{"role": "user", "content": value}]}, "content") for value in NO_CONTENT],
     *[(PLAIN | {"prompt": [value]}, "of message 1") for value in ({}, {"role": "user"}, {"content": "a"})],
     *[(PLAIN | {"answer": value}, "answer is") for value in (None, float("nan"))],
     *[(VERL | {"reward_model": value}, "need an object with ground_truth") for value in (None, "4", 4, [], ["4"])],
