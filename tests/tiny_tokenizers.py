@@ -60,7 +60,7 @@ def space_marked(folder: Path, **config) -> Path:
 def sentence_piece(folder: Path, **options) -> Path:
     """A SentencePiece .model with control and user-defined pieces and a byte for every unknown character."""
     folder.mkdir(exist_ok=True)
-    facts = {"vocab_size": 340, "model_type": "bpe", "byte_fallback": True, "control_symbols": ["<ctl>"]}
+    facts = {"vocab_size": 340, "model_type": "bpe", "byte_fallback": True, "control_symbols": ["ctl"]}
     facts |= {"user_defined_symbols": ["<|user|>", "<|tool|>"], "minloglevel": 2} | options
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXTS), model_prefix=str(folder / "tokenizer"), **facts

@@ -82,7 +82,8 @@ class FileTask:
     def describe(self) -> str:
         """One line for the screen."""
         left_out = f", {self.num_left_out} longer than {self.limit} tokens left out" if self.num_left_out else ""
-        return f"{len(self.kept):,} rows of {len(self.data.train_files)} files{left_out}"
+        files = len(self.data.train_files)
+        return f"{len(self.kept):,} rows of {files} file{'s' if files != 1 else ''}{left_out}"
 
     def prompts(self, step: int, num_prompts: int) -> list[PromptGroup]:
         """The prompts of a step. `group_id` is "N:row id", N counting all prompts since step 0, so that a row that

@@ -134,10 +134,8 @@ class SentencePieceTokenizer:
         self.vocab_size = self._sp.get_piece_size()
         self.bos_token_id = None if self._sp.bos_id() < 0 else self._sp.bos_id()
         self.eos_token_ids = () if self._sp.eos_id() < 0 else (self._sp.eos_id(),)
-        ids = range(self.vocab_size)
-        self._has_text = np.array([not self._sp.is_control(id) for id in ids])
-        words = (id for id in ids if self._has_text[id] and not self._sp.is_unknown(id) and not self._sp.is_byte(id))
-        self._anchor = _Anchor(((id, self._sp.id_to_piece(id)) for id in words), self._sp.decode)
+        pieces = ((id, self._sp.id_to_piece(id)) for id in range(self.vocab_size))
+        self._anchor = _Anchor(pieces, self._sp.decode)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array(self._sp.encode(text, add_bos=self.bos_token_id is not None), dtype=np.int64)
@@ -150,8 +148,7 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         ids = np.asarray(ids, dtype=np.int64)
-        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        return self._anchor.text_after(ids[self._has_text[ids]])
+        return self._anchor.text_after(ids[(ids >= 0) & (ids < self.vocab_size)])
 
 
 class _Anchor:

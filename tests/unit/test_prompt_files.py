@@ -182,11 +182,12 @@ def test_all_bad_rows_are_named_up_to_a_limit(tmp_path):
 def test_ids_that_occur_twice(tmp_path, kind):
     write = {"jsonl": write_jsonl, "parquet": write_parquet}[kind]
     first = write(tmp_path / f"a.{kind}", ROWS[:50])
-    second = write(tmp_path / f"b.{kind}", [*ROWS[60:65], ROWS[7], ROWS[60]])
+    second = write(tmp_path / f"b.{kind}", [*ROWS[60:65], ROWS[60], *ROWS[10:18]])
     found = problems([first, second])
-    assert len(found) == 2
-    assert found[0].startswith(f"{second}: row 6 (id 'q7')") and f"{first}: row 8" in found[0]
-    assert found[1].startswith(f"{second}: row 7 (id 'q60')") and f"{second}: row 1" in found[1]
+    assert len(found) == 9
+    assert found[0].startswith(f"{second}: row 6 (id 'q60')") and f"{second}: row 1;" in found[0]
+    for i, problem in enumerate(found[1:]):
+        assert problem.startswith(f"{second}: row {7 + i} (id 'q{10 + i}')") and f"{first}: row {11 + i};" in problem
 
 
 def test_a_number_and_its_spelling_are_one_id(tmp_path):
@@ -289,13 +290,16 @@ def test_broken_parquet_files(tmp_path):
             assert all(problem.startswith(f"{path}: ") and "\n" not in problem for problem in error.problems)
 
 
-def test_a_parquet_row_that_is_no_text_or_too_large(tmp_path):
-    texts = pyarrow.array([b"a", b"\xff\xfe", b"b", b"c" * 5000], pyarrow.binary()).cast(pyarrow.string(), safe=False)
-    table = pyarrow.table({"prompt": texts, "answer": [1, 2, 3, 4], "id": ["q0", "q1", "q2", "q3"]})
-    parquet.write_table(table, tmp_path / "a.parquet")
+LONG = b"c" * 5000
+BAD_VALUES = [({1: b"\xff"}, ["row 2"]), ({3: LONG}, ["row 4"]), ({1: b"\xff", 3: LONG}, ["row 2", "row 4"])]
+
+
+@pytest.mark.parametrize("values, expected", BAD_VALUES)
+def test_a_parquet_row_that_is_no_text_or_too_large(tmp_path, values, expected):
+    texts = pyarrow.array([values.get(i, b"a") for i in range(4)], pyarrow.binary()).cast(pyarrow.string(), safe=False)
+    parquet.write_table(pyarrow.table({"prompt": texts, "answer": [1, 2, 3, 4]}), tmp_path / "a.parquet")
     found = problems([tmp_path / "a.parquet"], DataConfig(max_row_bytes=1000))
-    assert [problem.split(": ")[1] for problem in found] == ["row 2", "row 4"]
-    assert "--max-row-bytes" in found[1]
+    assert [problem.split(": ")[1] for problem in found] == expected
 
 
 def test_messages_are_read_alike_from_both(tmp_path):

@@ -163,9 +163,9 @@ def test_sentence_piece_kinds_of_pieces(paths):
 
     assert pieces("the cat") == ["<s>", "\u2581the", "\u2581cat"]  # dummy prefix
     assert pieces("é")[-2:] == ["<0xC3>", "<0xA9>"]  # byte fallback
-    assert "<|user|>" in pieces("the <|user|>cat") and "<ctl>" not in pieces("the <ctl> cat")
+    assert "<|user|>" in pieces("the <|user|>cat") and "ctl" not in pieces("the ctl cat")
     assert pieces("<s> the").count("<s>") == 1
-    user, control = sp.piece_to_id("<|user|>"), sp.piece_to_id("<ctl>")
+    user, control = sp.piece_to_id("<|user|>"), sp.piece_to_id("ctl")
     the, cat = without_bos(tokenizer, "the cat")
     assert tokenizer.decode([1, the, control, user, cat, 2]) == " the<|user|> cat"
 
