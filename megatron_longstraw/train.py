@@ -1,10 +1,11 @@
 """The loop around the step: prompts in, metrics out.
 
     torchrun --nproc-per-node 2 -m megatron_longstraw.train --context-parallel-size 2 \\
-        --prompt-function mytask:task --reward-function mytask:score ...
+        --train-files prompts.jsonl --tokenizer-model model_folder --reward-function mytask:score ...
 """
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
+from megatron_longstraw.data.file_task import FileTask
 from megatron_longstraw.data.task import Task, check_prompts
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
@@ -134,6 +136,40 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
     log.say(f"curve      {picture}" if picture else "curve      not drawn: pip install 'megatron_longstraw[logging]'")
 
 
+def task_maker(config: Config) -> Callable[[Config], Task]:
+    """What builds the task of a configuration: --train-files, or a user's --prompt-function.
+
+    Raises:
+        ConfigError: neither is given, or both.
+    """
+    function, files = config.run.prompt_function, config.data.train_files
+    if function and files:
+        raise ConfigError([f"got --train-files {' '.join(files)} and --prompt-function {function}; need one of them"])
+    if files:
+        return FileTask.from_config
+    if not function:
+        raise ConfigError(["no prompts; name --train-files, or a source with --prompt-function module:function"])
+    return load_function(function, "--prompt-function")
+
+
+def with_stop_ids(config: Config, task: Task) -> Config:
+    """Responses to prompts of files end at the ids that the model folder names (generation_config.json), else at the
+    tokenizer's end-of-text ids, unless --stop-token-ids says otherwise.
+
+    Raises:
+        ConfigError: the tokenizer names none.
+    """
+    if "stop_token_ids" in config.given or config.rollout.stop_token_ids or not isinstance(task, FileTask):
+        return config
+    stop_ids = task.tokenizer.eos_token_ids
+    if not stop_ids:
+        raise ConfigError([
+            "the tokenizer names no end-of-text token, so every response would run to --max-response-length; need "
+            "--stop-token-ids (without a value if that is wanted)"
+        ])  # fmt: skip
+    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop_token_ids=stop_ids))
+
+
 def run(config: Config) -> RunSummary:
     """Build everything a configuration names, and train.
 
@@ -143,20 +179,21 @@ def run(config: Config) -> RunSummary:
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
     check_window(config, folder)
-    if config.run.prompt_function is None:
-        raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
     if config.checkpoint.save_hf is not None:
         check_target(Path(config.checkpoint.save_hf))
-    make_task = load_function(config.run.prompt_function, "--prompt-function")
     load_function(config.reward.reward_function)
+    make_task = task_maker(config)
     layout = parallel.initialize(config)
     task = make_task(config)
+    config = with_stop_ids(config, task)
     check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
     log = RunLog(config, active=dist.get_rank() == 0)
     try:
         for warning in folder.warnings if folder else ():
             log.say(f"warning    {warning}")
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
+        if isinstance(task, FileTask):
+            log.say(f"prompts    {task.describe()}")
         policy = Policy(config, layout, folder)
         summary = train(policy, task, log)
         print_summary(log, config, summary)

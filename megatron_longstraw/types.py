@@ -4,6 +4,7 @@ numpy only (no torch): ids and masks of a rollout live on the host, whatever com
 """
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
@@ -24,6 +25,11 @@ def as_token_ids(ids: Ids) -> np.ndarray:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"token ids must be a flat list of integers, got shape {array.shape} of {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def prompt_digest(ids: Ids) -> str:
+    """16 hexadecimal digits that stand for a prompt's final ids, in files that do not repeat them."""
+    return hashlib.sha256(as_token_ids(ids).astype("<i8").tobytes()).hexdigest()[:16]
 
 
 @dataclass

@@ -52,7 +52,8 @@ FLAGS = [
     (["--max-prompt-length", "10"], ["20 tokens", "--max-prompt-length"]),
     (["--reward-function", "no_such_module:score"], ["no_such_module", "--reward-function"]),
     (["--reward-function", f"{__name__}:no_such_function"], ["no_such_function", "--reward-function"]),
-    (["--prompt-function", "none"], ["--prompt-function"]),
+    (["--prompt-function", "none"], ["--train-files", "--prompt-function"]),
+    (["--train-files", "prompts.jsonl"], ["--train-files prompts.jsonl", "--prompt-function"]),
     (["--hidden-dropout", "0.1"], ["--hidden-dropout"]),
     (["--clip-ratio-high", "1.28"], ["1.28", "--clip-ratio-high"]),
 ]
