@@ -269,6 +269,7 @@ def refuse(path, *words):
         ("tokenizer.json", b'{"model": {}}', "vocabulary"),
         ("tokenizer.json", b'{"model": {"type": "Nope", "vocab": {}}}', "BPE"),
         ("tokenizer.json", b'{"model"', "JSON"),
+        ("tokenizer.json", b'{"model": {"type": "BPE", "vocab": {"a": -1}, "merges": []}}', "cannot be loaded"),
         ("tokenizer.model", b"not a model", "SentencePiece"),
         ("tokenizer.model", b"", "SentencePiece"),
         ("vocab.txt", b"a b", "Hugging Face folder"),
