@@ -187,6 +187,7 @@ def run(config: Config) -> RunSummary:
     task = make_task(config)
     config = with_stop_ids(config, task)
     check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
+    policy = Policy(config, layout, folder)
     log = RunLog(config, active=dist.get_rank() == 0)
     try:
         for warning in folder.warnings if folder else ():
@@ -194,7 +195,6 @@ def run(config: Config) -> RunSummary:
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
         if isinstance(task, FileTask):
             log.say(f"prompts    {task.describe()}")
-        policy = Policy(config, layout, folder)
         summary = train(policy, task, log)
         print_summary(log, config, summary)
         if config.checkpoint.save_hf is not None:

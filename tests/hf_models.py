@@ -47,15 +47,15 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
-def make_folder(case: str, folder: Path, dtype=torch.float32, shard_bytes: int | None = None) -> Path:
-    """Save the case's model with random norms and biases; returns the folder."""
+def make_folder(case: str, folder: Path, dtype=torch.float32, shard_bytes: int | None = None, **shape) -> Path:
+    """Save the case's model with random norms and biases; returns the folder. `shape`: over SHAPE."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     name, options = CASES[case]
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SHAPE | options))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**SHAPE | options | shape))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape) * 0.1 + (1.0 if parameter.ndim == 1 else 0.0))
