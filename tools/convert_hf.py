@@ -29,7 +29,7 @@ from megatron_longstraw.convert.adopt import open_folder, with_model_of
 from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime, parallel
 from megatron_longstraw.mcore.calls import response_logits
-from megatron_longstraw.mcore.checkpoint import check_no_checkpoint, load_weights, save_weights, saved_dtypes
+from megatron_longstraw.mcore.checkpoint import check_no_checkpoint, load_weights, require_newest, save_weights, saved_dtypes
 from megatron_longstraw.mcore.hf_weights import check_target, load_hf, save_hf
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.policy import Policy
@@ -46,17 +46,17 @@ def say(text: str) -> None:
 
 
 def build(config: Config, bf16: bool) -> tuple[Config, list]:
-    """The process groups, and a model without weights; `bf16` unless --bf16 or --no-bf16 says otherwise."""
+    """A model without weights, in bfloat16 if `bf16`, unless --bf16 or --no-bf16 says otherwise."""
     if "bf16" not in config.given:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, bf16=bf16))
     config = config.resolve()
-    parallel.initialize(config)
     cpu_runtime.install()
     return config, build_model_chunks(config)
 
 
 def import_hf(config: Config, folder: HFFolder, target: Path) -> None:
     check_no_checkpoint(target)
+    parallel.initialize(config.resolve())
     config, chunks = build(config, bf16=folder.dtypes == {"BF16"})
     begin = time.perf_counter()
     load_hf(chunks, config.model, folder)
@@ -73,20 +73,24 @@ def model_toml(config: Config) -> str:
 
 def export_hf(config: Config, folder: HFFolder, target: Path) -> None:
     check_target(target)
-    config, chunks = build(config, bf16=torch.bfloat16 in saved_dtypes(config.checkpoint.load))
+    parallel.initialize(config.resolve())
+    checkpoint, notes = require_newest(config.checkpoint.load)
+    config, chunks = build(config, bf16=torch.bfloat16 in saved_dtypes(checkpoint.path))
     begin = time.perf_counter()
-    load(config, chunks, folder)
+    load(config, chunks, folder, checkpoint.path)
+    for note in notes:
+        say(note)
     for note in save_hf(chunks, config.model, folder, target):
         say(note)
     say(f"wrote {target} in {time.perf_counter() - begin:.1f} s")
 
 
-def load(config: Config, chunks: list, folder: HFFolder) -> None:
+def load(config: Config, chunks: list, folder: HFFolder, path: Path) -> None:
     """The checkpoint's weights; with --backfill, those it lacks come from the folder."""
     backfill = config.checkpoint.backfill
     if backfill:
         load_hf(chunks, config.model, folder)
-    for name in load_weights(chunks, config.model, config.checkpoint.load, missing_ok=backfill):
+    for name in load_weights(chunks, config.model, path, missing_ok=backfill):
         say(f"{name}: not in the checkpoint, taken from {folder.path}")
 
 

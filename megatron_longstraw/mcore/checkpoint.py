@@ -4,8 +4,8 @@ A run's own checkpoints are trusted input: torch's distributed format unpickles 
 """
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
@@ -13,27 +13,25 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 from megatron.core.dist_checkpointing.strategies import torch as _torch_dist  # noqa: F401, else imported too late
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 
 from megatron_longstraw.config import ConfigError, ModelConfig
-from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore import checkpoint_folder, cpu_runtime
+from megatron_longstraw.mcore.checkpoint_folder import RELEASE, TRACKER, Checkpoint
 from megatron_longstraw.mcore.parameters import named_shards
 
-TRACKER = "latest_checkpointed_iteration.txt"
-RELEASE = "release"
-"""Megatron's name of a checkpoint that was converted, not trained."""
+MODEL_TOML = "model.toml"
 
 
 def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) -> Path:
     """Write the weights as the checkpoint `release` of a folder; a call of all ranks.
 
-    The tracker file moves last, so a reader never sees half a checkpoint.
-
     The parameters are given up (left empty): Megatron saves gate and up projections as two tensors, and copies of
     all of them at once would need half as much memory again.
 
     Args:
-        model_toml: the [model] section they belong to, kept beside them as model.toml.
+        model_toml: the [model] section they belong to, kept beside them.
 
     Returns: the checkpoint's own folder.
 
@@ -41,25 +39,41 @@ def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) ->
         ConfigError: the folder holds a checkpoint already.
     """
     folder = Path(folder)
-    partial, final = folder / f".{RELEASE}.partial", folder / RELEASE
     check_no_checkpoint(folder)
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    state = _state(chunks)
+    state = model_state(chunks)
+    apply_factories(state)
     _split_storages(state, chunks)
-    with cpu_runtime.tensor_scope():
-        dist_checkpointing.save({"checkpoint_version": 3.0, "iteration": 0, **state}, str(partial))
-    dist.barrier()
+    write({"checkpoint_version": 3.0, "iteration": 0, **state}, folder, None, {})
     if dist.get_rank() == 0:
-        partial.rename(final)
-        (folder / "model.toml").write_text(model_toml, encoding="utf-8")
-        tracker = folder / f".{TRACKER}.partial"
-        tracker.write_text(RELEASE)
-        tracker.rename(folder / TRACKER)
+        (folder / MODEL_TOML).write_text(model_toml, encoding="utf-8")
     dist.barrier()
-    return final
+    return folder / RELEASE
+
+
+def write(
+    state: dict[str, Any], folder: Path, iteration: int | None, facts: dict[str, Any], *, in_background: bool = False
+) -> AsyncRequest | None:
+    """Write a sharded state as a checkpoint of `folder`; a call of all ranks.
+
+    Returns: with `in_background`, the request to hand to Megatron's AsyncCallsQueue, which names the checkpoint when
+        all ranks have written their part.
+    """
+    partial = _together(lambda: checkpoint_folder.begin(folder, iteration))
+    with cpu_runtime.tensor_scope():
+        request = dist_checkpointing.save(state, str(partial), async_sharded_save=in_background)
+    if request is not None:
+        request.add_finalize_fn(lambda: _publish(folder, iteration, facts))
+        return request
+    _publish(folder, iteration, facts)
+    return None
+
+
+def _publish(folder: Path, iteration: int | None, facts: dict[str, Any]) -> None:
+    partial = checkpoint_folder.partial_path(folder, iteration)
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, checkpoint_folder.measure(partial, dist.get_rank(), dist.get_world_size()))
+    files = {name: fact for part in parts for name, fact in part.items()}
+    _together(lambda: checkpoint_folder.publish(folder, iteration, files, facts))
 
 
 def check_no_checkpoint(folder: Path) -> None:
@@ -70,14 +84,36 @@ def check_no_checkpoint(folder: Path) -> None:
         raise ConfigError([f"{folder} holds a checkpoint already, and nothing is overwritten: change --save"])
 
 
-def saved_dtypes(folder: str | Path) -> set[torch.dtype]:
-    """Of the tensors of a folder's latest checkpoint."""
-    return {tensor.dtype for tensor in dist_checkpointing.load_tensors_metadata(str(latest(folder))).values()}
+def newest(folder: str | Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest undamaged checkpoint of a folder, found by all ranks together; see `checkpoint_folder.newest_whole`."""
+
+    def examine(checkpoint: Checkpoint) -> str | None:
+        problems: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, checkpoint.damage(dist.get_rank(), dist.get_world_size()))
+        return next(filter(None, problems), None)
+
+    return checkpoint_folder.newest_whole(folder, examine)
+
+
+def require_newest(folder: str | Path) -> tuple[Checkpoint, list[str]]:
+    """Raises:
+    ConfigError: there is no whole checkpoint.
+    """
+    found, notes = newest(folder)
+    if found is None:
+        raise ConfigError([f"{Path(folder) / TRACKER} is missing, so {folder} holds no checkpoint; change --load"])
+    return found, notes
+
+
+def saved_dtypes(path: Path) -> set[torch.dtype]:
+    """Of a checkpoint's weights."""
+    saved = dist_checkpointing.load_tensors_metadata(str(path))
+    return {tensor.dtype for key, tensor in saved.items() if not key.startswith("optimizer.")}
 
 
 @torch.no_grad()
-def load_weights(chunks: list[GPTModel], model: ModelConfig, folder: str | Path, missing_ok: bool = False) -> list[str]:
-    """Set every local parameter from a folder's latest checkpoint, saved under any layout.
+def load_weights(chunks: list[GPTModel], model: ModelConfig, path: Path, missing_ok: bool = False) -> list[str]:
+    """Set every local parameter from a checkpoint saved under any layout.
 
     Args:
         missing_ok: parameters that the checkpoint lacks stay as they are.
@@ -85,12 +121,12 @@ def load_weights(chunks: list[GPTModel], model: ModelConfig, folder: str | Path,
     Returns: names of parameters that the checkpoint lacks.
 
     Raises:
-        ConfigError: there is no checkpoint, or it is of another model.
+        ConfigError: it is of another model.
     """
-    path = latest(folder)
+    state = model_state(chunks)
+    apply_factories(state)
     saved = dist_checkpointing.load_tensors_metadata(str(path))
     problems, missing = [], []
-    state = _state(chunks)
     for tensor in _tensors(state):
         key = tensor.key
         if key not in saved:
@@ -112,35 +148,32 @@ def load_weights(chunks: list[GPTModel], model: ModelConfig, folder: str | Path,
         values = loaded[str(number)]
         if values.data_ptr() != place.data_ptr():  # most are read in place
             place.copy_(values)
-    for shard, parameter in named_shards(chunks, model):
-        # Vocabulary padding differs between layouts: rows the checkpoint had no numbers for are undefined.
-        parameter[shard.num_unpadded_rows :].zero_()
+    clear_padded_rows(chunks, model)
     return sorted(set(missing))
 
 
-def latest(folder: str | Path) -> Path:
-    """The checkpoint that the tracker file names.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    tracker = Path(folder) / TRACKER
-    try:
-        name = tracker.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{tracker} cannot be read ({error}), so there is no checkpoint; change --load"]) from None
-    path = tracker.parent / (name if name == RELEASE else f"iter_{int(name):07d}" if name.isdigit() else "?")
-    if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
-        raise ConfigError([f"{tracker} names {name!r}, and there is no such checkpoint beside it; change --load"])
-    return path
+@torch.no_grad()
+def clear_padded_rows(chunks: list[GPTModel], model: ModelConfig) -> None:
+    """Vocabulary padding differs between layouts: rows that a checkpoint had no numbers for are undefined."""
+    for shard, parameter in named_shards(chunks, model):
+        parameter[shard.num_unpadded_rows :].zero_()
 
 
-def _state(chunks: list[GPTModel]) -> dict:
-    """Sharded tensors that are views of the parameters."""
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    state = {f"model{number}": chunk.sharded_state_dict(metadata=metadata) for number, chunk in enumerate(chunks)}
-    apply_factories(state)
-    return state
+def model_state(chunks: list[GPTModel]) -> dict[str, Any]:
+    """Sharded tensors, and factories of them, whose data are the parameters themselves."""
+    return {
+        f"model{number}": chunk.sharded_state_dict(metadata=state_metadata()) for number, chunk in enumerate(chunks)
+    }
+
+
+def state_metadata() -> dict[str, Any]:
+    """What Megatron wants to know wherever a sharded state is made. The optimizer's type is the one of those that
+    load under another layout which also works without Transformer Engine."""
+    return {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+    }
 
 
 def _tensors(state: dict) -> list[ShardedTensor]:
@@ -159,3 +192,17 @@ def _split_storages(state: dict, chunks: list[GPTModel]) -> None:
                 for tensor in own:
                     tensor.data = tensor.data.detach().clone()
                 parameter.data = parameter.data.new_empty(0)
+
+
+def _together(action: Callable[[], Any]) -> Any:
+    """Do it on rank 0; its result, or what it raised, on every rank, so that none waits for the others."""
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except OSError as error:
+            outcome[1] = error
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

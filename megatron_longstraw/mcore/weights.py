@@ -5,7 +5,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_longstraw.config import Config
 from megatron_longstraw.convert.folder import HFFolder
-from megatron_longstraw.mcore.checkpoint import load_weights
+from megatron_longstraw.mcore.checkpoint import load_weights, require_newest
 from megatron_longstraw.mcore.hf_weights import load_hf
 from megatron_longstraw.mcore.parameters import initialize_weights
 
@@ -17,7 +17,7 @@ def set_weights(chunks: list[GPTModel], config: Config, hf_folder: HFFolder | No
         ConfigError, FolderError: the source does not fit the model.
     """
     if config.checkpoint.load is not None:
-        load_weights(chunks, config.model, config.checkpoint.load)
+        load_weights(chunks, config.model, require_newest(config.checkpoint.load)[0].path)
     elif hf_folder is not None:
         load_hf(chunks, config.model, hf_folder)
     else:

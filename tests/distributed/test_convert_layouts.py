@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.calls import response_logits
-from megatron_longstraw.mcore.checkpoint import load_weights, save_weights
+from megatron_longstraw.mcore.checkpoint import load_weights, require_newest, save_weights
 from megatron_longstraw.mcore.hf_weights import load_hf, save_hf
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parameters import named_shards
@@ -67,7 +67,7 @@ def from_checkpoint(rank, folder, checkpoint, target, options):
     chunks = build_model_chunks(config)
     for _, parameter in named_shards(chunks, config.model):
         torch.nn.init.constant_(parameter, float("nan"))
-    load_weights(chunks, config.model, checkpoint)
+    load_weights(chunks, config.model, require_newest(checkpoint)[0].path)
     padded = [p[shard.num_unpadded_rows :] for shard, p in named_shards(chunks, config.model) if "word_emb" in shard.name]
     assert not any(rows.any() for rows in padded)
     save_hf(chunks, config.model, source, target)

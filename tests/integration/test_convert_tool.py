@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from megatron_longstraw.mcore.checkpoint import RELEASE, TRACKER
+from megatron_longstraw.mcore.checkpoint_folder import RELEASE, TRACKER
 from tests.hf_models import make_folder
 
 ROOT = Path(__file__).parents[2]
