@@ -11,6 +11,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron_longstraw.config import Config
 from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
 from megatron_longstraw.mcore.logprobs import ResponseHead
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parallel import Layout
@@ -26,8 +27,10 @@ class Policy:
     backward has added since `zero_grad`, summed over dp-cp by `finalize_gradients`.
     """
 
-    def __init__(self, config: Config, layout: Layout, hf_folder: HFFolder | None = None):
-        """`hf_folder`: where the weights come from, unless --load names a checkpoint; without both they are random.
+    def __init__(
+        self, config: Config, layout: Layout, hf_folder: HFFolder | None = None, checkpoint: Checkpoint | None = None
+    ):
+        """`checkpoint`, `hf_folder`: where the weights come from, see `set_weights`.
 
         Raises:
             ConfigError, FolderError: they do not fit the model.
@@ -35,7 +38,7 @@ class Policy:
         self.config, self.layout = config, layout
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)
-        set_weights(self.chunks, config, hf_folder)
+        set_weights(self.chunks, config, hf_folder, checkpoint)
         for chunk in self.chunks:
             chunk.to(layout.device)
         self.megatron_config = self.chunks[0].config
