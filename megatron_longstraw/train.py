@@ -23,6 +23,7 @@ from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.rewards.loading import RewardError, load_function
+from megatron_longstraw.rollout.files import RolloutSaver, open_rollouts
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
 
@@ -45,10 +46,13 @@ class RunSummary:
 
 
 def train(policy: Policy, task: Task, log: RunLog) -> RunSummary:
-    """Run `train_iters` RL steps on a policy."""
+    """Run `train_iters` RL steps on a policy. With `--rollout-file`, `task` is its reader (see `training_task`)."""
     config = policy.config
-    scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
-    rl_step = RLStep(policy, PolicyOptimizer(policy), scorer)
+    scorer = save = None
+    if config.data.rollout_file is None:
+        scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
+        save = RolloutSaver(policy.layout, log.folder / "rollouts.jsonl") if config.data.save_rollouts else None
+    rl_step = RLStep(policy, PolicyOptimizer(policy), scorer, save)
     total, tokens_dense, rewards, nonfinite = Meter(), 0, [], 0
     for step in range(config.run.train_iters):
         begin = time.perf_counter()
@@ -131,6 +135,20 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
     log.say(f"curve      {picture}" if picture else "curve      not drawn: pip install 'megatron_longstraw[logging]'")
 
 
+def training_task(config: Config, task: Task | None) -> Task:
+    """Where a run's groups come from: its prompts, or the rollout file of `--rollout-file`, which may do without prompts.
+
+    Raises:
+        ConfigError: there is neither.
+        RowError: see `open_rollouts`.
+    """
+    if config.data.rollout_file is not None:
+        return open_rollouts(config, task)
+    if task is None:
+        raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
+    return task
+
+
 def run(config: Config) -> RunSummary:
     """Build everything a configuration names, and train.
 
@@ -138,12 +156,12 @@ def run(config: Config) -> RunSummary:
         ConfigError: what was asked for cannot be run; nothing has been computed or written.
     """
     config = config.resolve()
-    if config.run.prompt_function is None:
-        raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
-    make_task = load_function(config.run.prompt_function, "--prompt-function")
+    make_task = lambda config: None
+    if config.run.prompt_function is not None:
+        make_task = load_function(config.run.prompt_function, "--prompt-function")
     load_function(config.reward.reward_function)
     layout = parallel.initialize(config)
-    task = make_task(config)
+    task = training_task(config, make_task(config))
     check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
     log = RunLog(config, active=dist.get_rank() == 0)
     try:

@@ -4,12 +4,16 @@ numpy only (no torch): ids and masks of a rollout live on the host, whatever com
 """
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import Any, Sequence
 
 import numpy as np
 
 Ids = Sequence[int] | np.ndarray
+
+LARGEST_REWARD = 1e150
+"""Squares of larger rewards overflow float64, and with them the statistics of their group."""
 
 
 def as_token_ids(ids: Ids) -> np.ndarray:
@@ -24,6 +28,11 @@ def as_token_ids(ids: Ids) -> np.ndarray:
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
         raise ValueError(f"token ids must be a flat list of integers, got shape {array.shape} of {array.dtype}")
     return array.astype(np.int64, copy=False)
+
+
+def prompt_digest(ids: Ids) -> str:
+    """16 hexadecimal digits that stand for a prompt's final ids, in files that do not repeat them."""
+    return hashlib.sha256(as_token_ids(ids).astype("<i8").tobytes()).hexdigest()[:16]
 
 
 @dataclass
@@ -44,6 +53,11 @@ class Branch:
     """float32 [R]; log-probability of each token under the distribution it was sampled from."""
     finish_reason: str | None = None
     """"stop" (a stop id was sampled) | "length" (cut at the response limit) | None (not known)."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The other numbers that the reward function returned, by name; they become metrics."""
+    trajectory: int | str | None = None
+    """Branches of a group with one trajectory are parts of one rollout, with one reward: it counts once in the group's
+    statistics. None: a rollout of its own."""
 
     def __post_init__(self):
         self.response_ids = as_token_ids(self.response_ids)
@@ -82,6 +96,13 @@ class PromptGroup:
         self.prompt_ids = as_token_ids(self.prompt_ids)
         if len(self.prompt_ids) == 0:
             raise ValueError(f"prompt of group {self.group_id!r} is empty; it needs at least one token")
+
+    def rollouts(self) -> list[list[int]]:
+        """Places of the branches of each rollout: usually one each (see `Branch.trajectory`)."""
+        parts: dict[Any, list[int]] = {}
+        for place, branch in enumerate(self.branches):
+            parts.setdefault((None, place) if branch.trajectory is None else branch.trajectory, []).append(place)
+        return list(parts.values())
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -26,7 +26,7 @@ from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.run_log import RunLog
-from megatron_longstraw.train import exit_status, print_summary, train
+from megatron_longstraw.train import exit_status, print_summary, train, training_task
 
 CURRICULUM = "16:100:64,32:40:64,64:20:32,128:8:16"
 
@@ -63,6 +63,7 @@ def main() -> None:
     config, args = parse_args(extra=parser)
     config = config.resolve()
     layout = parallel.initialize(config)
+    source = training_task(config, task(config))
     log = RunLog(config, active=dist.get_rank() == 0)
     log.say(
         f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
@@ -71,7 +72,7 @@ def main() -> None:
     begin = time.perf_counter()
     policy = Policy(config, layout)
     warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
-    summary = train(policy, task(config), log)
+    summary = train(policy, source, log)
     print_summary(log, config, summary)
     log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
     log.close()

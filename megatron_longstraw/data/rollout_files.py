@@ -1,0 +1,169 @@
+"""Rollout files: what a sampling run writes, a step at a time, and what a train-only run reads, a step at a time."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from megatron_longstraw.data.rollout_groups import GroupOrder, format_group
+from megatron_longstraw.data.rollout_rows import Limits, RolloutRow, parse_rollout_row
+from megatron_longstraw.data.rows import Line, RowError, iter_lines, parse_line, show
+from megatron_longstraw.data.task import Task
+from megatron_longstraw.types import PromptGroup, prompt_digest
+
+TAIL_BYTES = 2**20
+
+
+class RolloutWriter:
+    """Makes an empty file and appends whole steps; a run that is killed leaves at most one row cut short.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        self.path.write_bytes(b"")
+
+    def write(self, step: int, groups: Sequence[PromptGroup]) -> None:
+        """Raises:
+        ValueError: see `format_group`; nothing of the step is written.
+        """
+        rows = b"".join(format_group(step, group) for group in groups)
+        with self.path.open("ab") as file:
+            file.write(rows)
+
+
+class RolloutReader:
+    """The groups of a rollout file with their responses, by step.
+
+    Reads forward and holds one step. Of the steps it has come across it knows where they begin, so an earlier one
+    can be asked for again.
+
+    Args:
+        task: the training prompts, if the run has any: every group must be one of its step's prompts, with the same ids.
+
+    Raises:
+        RowError: the file cannot be read, is empty, or its last row is cut short.
+    """
+
+    def __init__(self, path: str | os.PathLike, max_row_bytes: int, limits: Limits = Limits(), task: Task | None = None):
+        self.path, self.max_row_bytes, self.limits, self.task = Path(path), max_row_bytes, limits, task
+        self._starts: dict[int, tuple[int, int]] = {}
+        """Step -> (offset, number) of its first row."""
+        self.last_step = self._last_row_step()
+
+    def check_steps(self, first_step: int, num_steps: int) -> None:
+        """Raises:
+        RowError: the file ends before these steps do.
+        """
+        if first_step + num_steps - 1 > self.last_step:
+            raise RowError(
+                f"{self.path}: the last step is {self.last_step}, the run needs steps {first_step} to "
+                f"{first_step + num_steps - 1}; lower --train-iters or change --rollout-file"
+            )
+
+    def prompts(self, step: int, num_prompts: int) -> list[PromptGroup]:
+        """The groups of a step, in the order of the file; equal on every rank and at every call.
+
+        Raises:
+            RowError: a row up to this step's end cannot be used, or the step has another number of groups.
+        """
+        groups = self._read(step, num_prompts)
+        if not groups:
+            raise RowError(f"{self.path}: has no rows of step {step}; need one step after the other from the run's first")
+        if len(groups) != num_prompts:
+            raise RowError(
+                f"{self.path}: step {step} has {len(groups)} groups, need {num_prompts}; change --train-batch-size"
+            )
+        return groups
+
+    def _read(self, step: int, num_prompts: int) -> list[PromptGroup]:
+        groups: list[PromptGroup] = []
+        expected = None
+        known = [start for number, start in self._starts.items() if number <= step]
+        for line, row, begins in self._rows(*max(known, default=(0, 1))):
+            self._starts.setdefault(row.step, (line.offset, line.number))
+            if row.step > step:
+                break
+            if row.step < step:
+                continue
+            if begins:
+                if self.task is not None and expected is None:
+                    expected = {group.group_id: group.prompt_ids for group in self.task.prompts(step, num_prompts)}
+                try:
+                    groups.append(row.to_group(_prompt_ids(row, expected)))
+                except RowError as error:
+                    raise self._error(line.number, error) from None
+            groups[-1].branches.append(row.to_branch())
+        return groups
+
+    def _rows(self, offset: int, number: int) -> Iterator[tuple[Line, RolloutRow, bool]]:
+        """Checked rows from there on, each with its line and whether it begins a group."""
+        order = GroupOrder()
+        for line in iter_lines(self.path, self.max_row_bytes, offset, number):
+            try:
+                row = parse_rollout_row(parse_line(line), self.limits)
+                begins = order.follow(row)
+            except RowError as error:
+                raise self._error(line.number, error) from None
+            number = line.number
+            yield line, row, begins
+        try:
+            order.finish()
+        except RowError as error:
+            raise self._error(number + 1, error) from None
+
+    def _error(self, number: int, error: RowError) -> RowError:
+        return RowError(f"{self.path}: row {number}: {error}")
+
+    def _last_row_step(self) -> int:
+        """Looked at before anything runs, because a run that was killed leaves its last row cut short."""
+        try:
+            text = _tail(self.path, self.max_row_bytes)
+        except OSError as error:
+            raise RowError(f"{self.path}: cannot be read ({error.strerror}); change --rollout-file") from None
+        if not text:
+            raise RowError(f"{self.path}: is empty; need a row per response; change --rollout-file")
+        try:
+            return parse_rollout_row(parse_line(Line(0, 0, text, len(text) > self.max_row_bytes + 1))).step
+        except RowError as error:
+            # Counting lines takes a pass over the file, which only this message is worth.
+            number = sum(1 for _ in iter_lines(self.path, self.max_row_bytes))
+            raise self._error(number, error) from None
+
+
+def _tail(path: Path, max_row_bytes: int) -> bytes:
+    """The last line with its newline, if any; of a longer one than the limit its last bytes."""
+    with path.open("rb") as file:
+        end = begin = file.seek(0, os.SEEK_END)
+        text = b""
+        while begin and b"\n" not in text[:-1] and len(text) <= max_row_bytes + 1:
+            begin = max(0, end - max(TAIL_BYTES, 2 * len(text)))
+            file.seek(begin)
+            text = file.read(end - begin)
+    return text[text[:-1].rfind(b"\n") + 1 :]
+
+
+def _prompt_ids(row: RolloutRow, expected: dict[int | str, np.ndarray] | None) -> np.ndarray:
+    """The ids of the prompt that a group's first row names; `expected` are the training prompts of its step."""
+    name = f"group {show(row.group_id)} of step {row.step}"
+    if expected is None:
+        if row.prompt_ids is None:
+            raise RowError(f"{name} refers to a prompt of another file; name that with --train-files, or write prompt_ids")
+        return row.prompt_ids
+    if row.group_id not in expected:
+        raise RowError(
+            f"{name} is none of the step's training prompts; train on the file alone (without --train-files and "
+            f"--prompt-function), or with the seed, files and batch size that it was sampled with"
+        )
+    ids = expected[row.group_id]
+    if prompt_digest(ids) != row.prompt_digest:
+        raise RowError(
+            f"{name} was sampled from another prompt than the one that trains ({row.num_prompt_tokens} and {len(ids)} "
+            f"tokens, digest {row.prompt_digest} and {prompt_digest(ids)}); use the tokenizer, template, truncation and "
+            f"limits of the sampling run"
+        )
+    return ids
