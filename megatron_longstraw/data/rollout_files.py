@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_longstraw.data.rollout_groups import GroupOrder, format_group
 from megatron_longstraw.data.rollout_rows import Limits, RolloutRow, parse_rollout_row
-from megatron_longstraw.data.rows import Line, RowError, iter_lines, parse_line, show
+from megatron_longstraw.data.rows import Line, RowError, iter_lines, line_of, parse_line, show
 from megatron_longstraw.data.task import Task
 from megatron_longstraw.types import PromptGroup, prompt_digest
 
@@ -114,7 +114,7 @@ class RolloutReader:
         try:
             order.finish()
         except RowError as error:
-            raise self._error(number + 1, error) from None
+            raise self._error(number, error) from None
 
     def _error(self, number: int, error: RowError) -> RowError:
         return RowError(f"{self.path}: row {number}: {error}")
@@ -128,7 +128,7 @@ class RolloutReader:
         if not text:
             raise RowError(f"{self.path}: is empty; need a row per response; change --rollout-file")
         try:
-            return parse_rollout_row(parse_line(Line(0, 0, text, len(text) > self.max_row_bytes + 1))).step
+            return parse_rollout_row(parse_line(line_of(text, self.max_row_bytes))).step
         except RowError as error:
             # Counting lines takes a pass over the file, which only this message is worth.
             number = sum(1 for _ in iter_lines(self.path, self.max_row_bytes))

@@ -56,15 +56,18 @@ class GroupOrder:
         self.num_rows = branch + 1
 
     def finish(self) -> None:
-        """Raises:
-        RowError: the last group has fewer rows than it says.
+        """After the last row.
+
+        Raises:
+            RowError: its group has fewer rows than it says.
         """
         problem = self._missing_rows()
         if problem is not None:
             raise RowError(problem)
 
     def _begin(self, row: RolloutRow) -> str | None:
-        problem = self._missing_rows()
+        missing = self._missing_rows()
+        problem = missing and f"before it, {missing}"
         again = row.step == self.step and row.group_id in self._seen
         self._start(row.step, row.group_id)
         self._digest, self._facts, self._group_size = row.prompt_digest, row.facts, row.group_size
@@ -90,6 +93,8 @@ class GroupOrder:
             )
         if row.branch > self.num_rows:
             return f"comes after branch {self.num_rows - 1}; need branches counted from 0 without a gap"
+        if self._group_size is not None and row.branch >= self._group_size:
+            return f"group_size of the group's first row is {self._group_size}; need no more rows than that, or another group_size"
         if row.prompt_digest is None:
             return "has neither prompt_digest nor prompt_ids; need one of them, to tell that its prompt is the group's"
         if self._digest not in (None, row.prompt_digest):
@@ -123,10 +128,10 @@ class GroupOrder:
         self._group_size, self._digest, self._facts, self._rewards = None, None, {}, {}
 
     def _missing_rows(self) -> str | None:
-        if self._group_size in (None, self.num_rows):
+        if self._group_size is None or self.num_rows >= self._group_size:
             return None
         return (
-            f"before it, group {show(self.group_id)} of step {self.step} ends after {self.num_rows} of {self._group_size} "
+            f"group {show(self.group_id)} of step {self.step} ends after {self.num_rows} of {self._group_size} "
             f"rows; need all of them (or another group_size): delete the rows of a step that is not whole"
         )
 

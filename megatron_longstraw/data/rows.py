@@ -31,6 +31,12 @@ class Line:
     is_cut: bool
 
 
+def line_of(text: bytes, max_row_bytes: int, number: int = 1, offset: int = 0) -> Line:
+    """A line of at least this text: all of it, or more than the limit."""
+    text = text[: max_row_bytes + 1]
+    return Line(number, offset, text, len(text) > max_row_bytes and not text.endswith(b"\n"))
+
+
 def iter_lines(path: str | os.PathLike, max_row_bytes: int, offset: int = 0, number: int = 1) -> Iterator[Line]:
     """The lines of a file from line `number` on, which begins at `offset`.
 
@@ -40,10 +46,10 @@ def iter_lines(path: str | os.PathLike, max_row_bytes: int, offset: int = 0, num
     with Path(path).open("rb", buffering=SKIP_BYTES) as file:
         file.seek(offset)
         while text := file.readline(max_row_bytes + 1):
-            is_cut = len(text) > max_row_bytes and not text.endswith(b"\n")
-            yield Line(number, offset, text, is_cut)
+            line = line_of(text, max_row_bytes, number, offset)
+            yield line
             offset, number = offset + len(text), number + 1
-            while is_cut and not text.endswith(b"\n") and (text := file.readline(SKIP_BYTES)):
+            while line.is_cut and not text.endswith(b"\n") and (text := file.readline(SKIP_BYTES)):
                 offset += len(text)
 
 
