@@ -123,7 +123,7 @@ class RLStep:
             return self.scorer.score(self.policy.layout, own)
         for group in own:
             if not group.branches:
-                raise ValueError(f"group {group.group_id!r} has no responses; need them from where the prompts come from")
+                raise ValueError(f"group {group.group_id!r} has no responses; need them along with the prompt")
         return rollout_metrics(own, given_report(own))
 
     def _fits(self, num_bytes: int) -> bool:

@@ -136,7 +136,7 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
 
 
 def training_task(config: Config, task: Task | None) -> Task:
-    """Where a run's groups come from: its prompts, or the rollout file of `--rollout-file`, which may do without prompts.
+    """Where a run's groups come from: its prompts (sampled), or `--rollout-file`, which may do without prompts.
 
     Raises:
         ConfigError: there is neither.

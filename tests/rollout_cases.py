@@ -68,6 +68,7 @@ TEXTS = {
     "UTF-16": (b'{"step"', '{"step"'.encode("utf-16-le"), "not JSON"),
     "above the row limit": (b'"stop"', b'"' + b"x" * 2 * MAX_ROW_BYTES + b'"', "--max-row-bytes"),
 }
+NO_OBJECTS = {"a list": b"[1,2]", "a text": b'"x"', "null": b"null", "a number": b"1.5", "nothing": b""}
 
 
 def good_rows() -> list[dict[str, Any]]:
@@ -130,7 +131,7 @@ def _bad_texts() -> Iterator[tuple[str, bytes, list[str]]]:
             assert old in lines[place]
             lines[place] = lines[place].replace(old, new)
             yield f"row {place + 1}: {name}", b"".join(lines), [f"row {place + 1}:", word]
-        for name, text in {"a list": b"[1,2]", "a text": b'"x"', "null": b"null", "a number": b"1.5", "nothing": b""}.items():
+        for name, text in NO_OBJECTS.items():
             lines = dump(good_rows()).splitlines(keepends=True)
             lines[place] = text + b"\n"
             yield f"row {place + 1} is {name}", b"".join(lines), [f"row {place + 1}:", "need a JSON object"]
@@ -142,7 +143,8 @@ def _bad_bytes() -> Iterator[tuple[str, bytes, list[str]]]:
     starts = np.cumsum([0, *map(len, good.splitlines(keepends=True))])
     for offset in rng.integers(0, len(good), 20).tolist():
         number = int(np.searchsorted(starts, offset, side="right"))
-        yield f"byte 0xff at {offset}", good[:offset] + b"\xff" + good[offset + 1 :], ["row "] if good[offset] == 10 else [f"row {number}:", "UTF-8"]
+        words = ["row "] if good[offset] == 10 else [f"row {number}:", "UTF-8"]  # two rows become one without a newline
+        yield f"byte 0xff at {offset}", good[:offset] + b"\xff" + good[offset + 1 :], words
     for offset in rng.integers(starts[-2] + 1, len(good) - 2, 10).tolist():
         yield f"cut at {offset}", good[:offset], ["row 12:", "delete the line"]
     yield "last row above the limit", good[:-2] + b" " * 3 * MAX_ROW_BYTES + b"}\n", ["row 12:", "more than 2000 bytes"]
@@ -174,11 +176,15 @@ def _bad_order() -> Iterator[tuple[str, bytes, list[str]]]:
         for row in rows[6:]:
             row["step"] = 2
 
+    def one_group(rows):
+        del rows[9:]
+
     def move_to_front(rows):
         rows.insert(0, rows.pop())
 
     for place in range(12):
-        yield changed(f"row {place + 1} twice", lambda rows: rows.insert(place, copy.deepcopy(rows[place])), f"row {place + 2}:")
+        twice = lambda rows: rows.insert(place, copy.deepcopy(rows[place]))
+        yield changed(f"row {place + 1} twice", twice, f"row {place + 2}:")
     for place in range(11):
         yield changed(f"row {place + 1} left out", lambda rows: rows.pop(place), f"row {place + 1}:", "step ")
     yield changed("the last row left out", lambda rows: rows.pop(), "row 11:", "2 of 3")
@@ -188,4 +194,4 @@ def _bad_order() -> Iterator[tuple[str, bytes, list[str]]]:
     yield changed("steps that go back", move_to_front, "row 1:", "branch 2")
     yield changed("steps in another order", lambda rows: rows.extend(rows[:6]), "step is 0")
     yield changed("a step left out", no_step_one, "no rows of step 1")
-    yield changed("a step of one group", lambda rows: rows.__delitem__(slice(9, 12)), "step 1 has 1 groups", "--train-batch-size")
+    yield changed("a step of one group", one_group, "step 1 has 1 groups", "--train-batch-size")

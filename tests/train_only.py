@@ -69,10 +69,8 @@ def sampled_and_trained_again(folder: Path, **options) -> list[tuple[dict[tuple,
     if dist.get_rank() == 0:
         assert len((folder / "sampled" / "rollouts.jsonl").read_bytes().splitlines()) == STEPS * 3 * TINY["group_size"]
     dist.barrier()
-    second = run(
-        folder / "again", with_prompts=False, rollout_file=str(folder / "sampled" / "rollouts.jsonl"), prompt_function=None, **options
-    )
-    return [first, second]
+    options |= {"rollout_file": str(folder / "sampled" / "rollouts.jsonl"), "prompt_function": None}
+    return [first, run(folder / "again", with_prompts=False, **options)]
 
 
 def same_bits(one: dict[tuple, torch.Tensor], other: dict[tuple, torch.Tensor]) -> bool:

@@ -24,11 +24,10 @@ from megatron_longstraw.config import SETTINGS, Config, parse_args
 from megatron_longstraw.data.rollout_groups import GroupOrder
 from megatron_longstraw.data.rollout_rows import ONLY_ROLLOUTS, Limits, RolloutRow, parse_rollout_row
 from megatron_longstraw.data.rows import RowError, iter_lines, parse_line
+from data_report import Savings, histogram
 
 if TYPE_CHECKING:
     from megatron_longstraw.data.prompt_rows import PromptRow
-
-BAR_WIDTH = 40
 
 
 class Findings:
@@ -41,35 +40,6 @@ class Findings:
         self.count += 1
         if self.count <= self.max_errors:
             print(f"{self.path}: {problem}")
-
-
-class Savings:
-    """Tokens through the stack and attention of one step's gradient over groups, by schedule."""
-
-    def __init__(self):
-        self.whole = self.prompts = self.responses = 0
-        self.attention_whole = self.attention_exact = self.attention_frozen = 0.0
-
-    def add(self, prompt_tokens: int, response_tokens: Sequence[int]) -> None:
-        """One group. Attention in forwards: a backward costs 2.5, and a response of R reads P tokens."""
-        lengths = [tokens for tokens in response_tokens if tokens]
-        self.whole += sum(prompt_tokens - 1 + tokens for tokens in lengths)
-        self.prompts += prompt_tokens - 1
-        self.responses += sum(lengths)
-        prompt, replay = prompt_tokens**2 / 2, prompt_tokens * sum(lengths)
-        self.attention_whole += 3.5 * (len(lengths) * prompt + replay)
-        self.attention_exact += 3.5 * (prompt + replay)
-        self.attention_frozen += prompt + 3.5 * replay
-
-    def lines(self) -> Iterator[str]:
-        yield "tokens through the stack, by schedule"
-        yield f"  whole sequences        {self.whole:>16,}   every response with its prompt, forward and backward"
-        exact = 2 * self.prompts + self.responses
-        yield f"  branch replay, exact   {exact:>16,}   {self.prompts:,} of prompts once without gradient and once back, responses once"
-        yield f"  branch replay, frozen  {self.prompts + self.responses:>16,}   prompts once without gradient, responses once"
-        if self.attention_exact:
-            exact, frozen = self.attention_whole / self.attention_exact, self.attention_whole / self.attention_frozen
-            yield f"attention, which is the cost of long prompts: {exact:.1f} times less with exact, {frozen:.1f} with frozen"
 
 
 class RolloutCheck:
@@ -155,15 +125,16 @@ class RolloutCheck:
         for step in steps:
             if self.groups_of_step[step] != expected:
                 self.findings.add(
-                    f"step {step} has {self.groups_of_step[step]} groups, need {expected} in every step; change --train-batch-size"
+                    f"step {step} has {self.groups_of_step[step]} groups, need {expected} in every step; "
+                    f"change --train-batch-size"
                 )
 
     def lines(self) -> Iterator[str]:
         groups, responses = sum(self.group_sizes.values()), len(self.response_lengths)
         yield f"{self.num_rows:,} rows: {len(self.groups_of_step):,} steps, {groups:,} groups, {responses:,} responses"
         yield (
-            f"{self.loss_tokens:,} tokens train; {self.unscored:,} responses without a score, {self.without_logprobs:,} without "
-            f"log-probs, {self.response_lengths.count(0):,} empty"
+            f"{self.loss_tokens:,} tokens train; {self.unscored:,} responses without a score, "
+            f"{self.without_logprobs:,} without log-probs, {self.response_lengths.count(0):,} empty"
         )
         yield from histogram("prompt tokens", self.prompt_lengths)
         yield from histogram("response tokens", self.response_lengths)
@@ -219,15 +190,15 @@ class PromptCheck:
         self.lengths["tokens"].append(num_tokens)
         if end is not None and ids.max(initial=0) >= end:
             self.findings.add(
-                f"row {number} (id {row.id!r}): the prompt holds id {ids.max()}; ids must be in 0..{end - 1}: use the model's "
-                f"tokenizer or change --vocab-size"
+                f"row {number} (id {row.id!r}): the prompt holds id {ids.max()}; ids must be in 0..{end - 1}: "
+                f"use the model's tokenizer or change --vocab-size"
             )
         if limit is not None and num_tokens > limit:
             self.num_too_long += 1
             if self.config.data.truncation == "error":
                 self.findings.add(
-                    f"row {number} (id {row.id!r}): the prompt has {num_tokens} tokens; the limit is {limit}: shorten it, "
-                    f"raise --max-prompt-length, or set --truncation left, right or filter"
+                    f"row {number} (id {row.id!r}): the prompt has {num_tokens} tokens; the limit is {limit}: "
+                    f"shorten it, raise --max-prompt-length, or set --truncation left, right or filter"
                 )
 
     def _final_ids(self, row: PromptRow, number: int) -> np.ndarray | None:
@@ -256,14 +227,20 @@ class PromptCheck:
         for unit, lengths in self.lengths.items():
             yield from histogram(f"prompt {unit}", lengths)
         if self.num_too_long:
-            yield f"{self.num_too_long:,} longer than --max-prompt-length {self.limits.max_prompt_length}: truncation {self.config.data.truncation}"
+            yield (
+                f"{self.num_too_long:,} longer than --max-prompt-length {self.limits.max_prompt_length}: "
+                f"truncation {self.config.data.truncation}"
+            )
         if not self.lengths["tokens"]:
             yield "token lengths: add --tokenizer"
             return
         rollout, savings = self.config.rollout, Savings()
         for tokens in self.lengths["tokens"]:
             savings.add(tokens, [rollout.max_response_length] * rollout.group_size)
-        yield f"with --group-size {rollout.group_size} and responses of --max-response-length {rollout.max_response_length}, once over the file:"
+        yield (
+            f"with --group-size {rollout.group_size} and responses of --max-response-length "
+            f"{rollout.max_response_length}, once over the file:"
+        )
         yield from savings.lines()
 
 
@@ -271,19 +248,6 @@ def given_limits(config: Config) -> Limits:
     """The limits that a flag or file set: defaults say nothing about somebody's data."""
     limits = Limits.of(config)
     return Limits(**{name: getattr(limits, name) for name in limits.__dataclass_fields__ if name in config.given})
-
-
-def histogram(name: str, values: Sequence[int]) -> Iterator[str]:
-    """Counts by powers of two."""
-    if not values:
-        return
-    ordered = sorted(values)
-    yield f"{name}: {ordered[0]:,} to {ordered[-1]:,}, median {ordered[len(ordered) // 2]:,}, sum {sum(ordered):,}"
-    bins = Counter(value.bit_length() for value in ordered)
-    for bits in range(min(bins), max(bins) + 1):
-        low, high = (1 << bits) >> 1, max(0, (1 << bits) - 1)
-        bar = "#" * -(-BAR_WIDTH * bins[bits] // max(bins.values()))
-        yield f"  {low:>10,} - {high:>10,} {bins[bits]:>10,}  {bar}"
 
 
 def is_rollout_file(path: str, max_row_bytes: int) -> bool:
@@ -299,9 +263,9 @@ def is_rollout_file(path: str, max_row_bytes: int) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", metavar="FILE", help="JSONL or Parquet of prompts, or JSONL of rollouts")
-    parser.add_argument("--kind", choices=("prompts", "rollouts"), help="what FILE holds (default: what its rows look like)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="count tokens with this tokenizer (default: --tokenizer-model)")
-    parser.add_argument("--max-errors", type=int, default=100, metavar="N", help="print at most this many (default: 100)")
+    parser.add_argument("--kind", choices=("prompts", "rollouts"), help="of FILE (default: what its rows look like)")
+    parser.add_argument("--tokenizer", metavar="PATH", help="count tokens with this (default: --tokenizer-model)")
+    parser.add_argument("--max-errors", type=int, default=100, metavar="N", help="print at most this many (100)")
     try:
         config, args = parse_args(argv, extra=parser)
         return validate(config, args)

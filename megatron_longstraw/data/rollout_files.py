@@ -43,13 +43,16 @@ class RolloutReader:
     can be asked for again.
 
     Args:
-        task: the training prompts, if the run has any: every group must be one of its step's prompts, with the same ids.
+        task: the training prompts, if the run has any. Every group must be one of its step's, with the same ids; a group
+            with a prompt_ref is found by `task.find_prompt(reference)` where the task can do that.
 
     Raises:
         RowError: the file cannot be read, is empty, or its last row is cut short.
     """
 
-    def __init__(self, path: str | os.PathLike, max_row_bytes: int, limits: Limits = Limits(), task: Task | None = None):
+    def __init__(
+        self, path: str | os.PathLike, max_row_bytes: int, limits: Limits = Limits(), task: Task | None = None
+    ):
         self.path, self.max_row_bytes, self.limits, self.task = Path(path), max_row_bytes, limits, task
         self._starts: dict[int, tuple[int, int]] = {}
         """Step -> (offset, number) of its first row."""
@@ -73,7 +76,7 @@ class RolloutReader:
         """
         groups = self._read(step, num_prompts)
         if not groups:
-            raise RowError(f"{self.path}: has no rows of step {step}; need one step after the other from the run's first")
+            raise RowError(f"{self.path}: has no rows of step {step}; need one step after the other")
         if len(groups) != num_prompts:
             raise RowError(
                 f"{self.path}: step {step} has {len(groups)} groups, need {num_prompts}; change --train-batch-size"
@@ -82,7 +85,7 @@ class RolloutReader:
 
     def _read(self, step: int, num_prompts: int) -> list[PromptGroup]:
         groups: list[PromptGroup] = []
-        expected = None
+        trains = _TrainingPrompts(self.task, step, num_prompts)
         known = [start for number, start in self._starts.items() if number <= step]
         for line, row, begins in self._rows(*max(known, default=(0, 1))):
             self._starts.setdefault(row.step, (line.offset, line.number))
@@ -91,10 +94,8 @@ class RolloutReader:
             if row.step < step:
                 continue
             if begins:
-                if self.task is not None and expected is None:
-                    expected = {group.group_id: group.prompt_ids for group in self.task.prompts(step, num_prompts)}
                 try:
-                    groups.append(row.to_group(_prompt_ids(row, expected)))
+                    groups.append(row.to_group(trains.ids_of(row)))
                 except RowError as error:
                     raise self._error(line.number, error) from None
             groups[-1].branches.append(row.to_branch())
@@ -147,23 +148,42 @@ def _tail(path: Path, max_row_bytes: int) -> bytes:
     return text[text[:-1].rfind(b"\n") + 1 :]
 
 
-def _prompt_ids(row: RolloutRow, expected: dict[int | str, np.ndarray] | None) -> np.ndarray:
-    """The ids of the prompt that a group's first row names; `expected` are the training prompts of its step."""
-    name = f"group {show(row.group_id)} of step {row.step}"
-    if expected is None:
-        if row.prompt_ids is None:
-            raise RowError(f"{name} refers to a prompt of another file; name that with --train-files, or write prompt_ids")
-        return row.prompt_ids
-    if row.group_id not in expected:
-        raise RowError(
-            f"{name} is none of the step's training prompts; train on the file alone (without --train-files and "
-            f"--prompt-function), or with the seed, files and batch size that it was sampled with"
-        )
-    ids = expected[row.group_id]
-    if prompt_digest(ids) != row.prompt_digest:
-        raise RowError(
-            f"{name} was sampled from another prompt than the one that trains ({row.num_prompt_tokens} and {len(ids)} "
-            f"tokens, digest {row.prompt_digest} and {prompt_digest(ids)}); use the tokenizer, template, truncation and "
-            f"limits of the sampling run"
-        )
-    return ids
+class _TrainingPrompts:
+    """The prompts that a step trains on, for groups that were sampled earlier."""
+
+    def __init__(self, task: Task | None, step: int, num_prompts: int):
+        self.task, self.step, self.num_prompts = task, step, num_prompts
+        self._by_group: dict[int | str, np.ndarray] | None = None
+
+    def ids_of(self, row: RolloutRow) -> np.ndarray:
+        """The prompt of the group that the row begins.
+
+        Raises:
+            RowError: there is none, or another than the responses were sampled from.
+        """
+        name = f"group {show(row.group_id)} of step {row.step}"
+        if self.task is None:
+            if row.prompt_ids is None:
+                raise RowError(f"{name} refers to a prompt of another file; need it in --train-files, or prompt_ids")
+            return row.prompt_ids
+        ids = self._find(row)
+        if ids is None:
+            raise RowError(
+                f"{name} is none of the step's training prompts; train on the file alone (without --train-files and "
+                f"--prompt-function), or with the seed, files and batch size that it was sampled with"
+            )
+        if prompt_digest(ids) != row.prompt_digest:
+            raise RowError(
+                f"{name} was sampled from another prompt than the one that trains ({row.num_prompt_tokens} and {len(ids)} "
+                f"tokens, digest {row.prompt_digest} and {prompt_digest(ids)}); use the tokenizer, template, truncation "
+                f"and limits of the sampling run"
+            )
+        return ids
+
+    def _find(self, row: RolloutRow) -> np.ndarray | None:
+        if row.prompt_ref is not None and hasattr(self.task, "find_prompt"):
+            return self.task.find_prompt(row.prompt_ref)
+        if self._by_group is None:
+            groups = self.task.prompts(self.step, self.num_prompts)
+            self._by_group = {group.group_id: group.prompt_ids for group in groups}
+        return self._by_group.get(row.group_id)

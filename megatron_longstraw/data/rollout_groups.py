@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megatron_longstraw.data.rollout_rows import RolloutRow
+from megatron_longstraw.data.rollout_rows import FACTS, RolloutRow
 from megatron_longstraw.data.rows import RowError, show
 from megatron_longstraw.types import PromptGroup, prompt_digest
 
@@ -94,17 +94,18 @@ class GroupOrder:
         if row.branch > self.num_rows:
             return f"comes after branch {self.num_rows - 1}; need branches counted from 0 without a gap"
         if self._group_size is not None and row.branch >= self._group_size:
-            return f"group_size of the group's first row is {self._group_size}; need no more rows than that, or another group_size"
+            return f"group_size is {self._group_size} in the group's first row; need no more rows or another group_size"
         if row.prompt_digest is None:
-            return "has neither prompt_digest nor prompt_ids; need one of them, to tell that its prompt is the group's"
+            return "has neither prompt_digest nor prompt_ids; need one, to tell that its prompt is the group's"
         if self._digest not in (None, row.prompt_digest):
             return (
-                f"the prompt's digest is {show(row.prompt_digest)}, that of the group's first row {show(self._digest)}: "
+                f"the prompt's digest is {show(row.prompt_digest)}, in the group's first row {show(self._digest)}: "
                 f"the response was sampled from another prompt"
             )
         for name, value in row.facts.items():
             if value != self._facts.get(name):
-                return f"{name} is {show(value)}, in the group's first row {show(self._facts.get(name))}; need one for all"
+                first = show(self._facts.get(name))
+                return f"{name} is {show(value)}, in the group's first row {first}; need one for all"
         return None
 
     def _trajectory_problem(self, row: RolloutRow) -> str | None:
@@ -114,8 +115,8 @@ class GroupOrder:
         if row.reward == first:
             return None
         return (
-            f"reward is {show(row.reward)}, in the first row of trajectory {show(row.trajectory)} {show(first)}; need one "
-            f"reward for a trajectory"
+            f"reward is {show(row.reward)}, in the first row of trajectory {show(row.trajectory)} {show(first)}; "
+            f"need one reward for a trajectory"
         )
 
     def _start(self, step: int, group_id: int | str) -> None:
@@ -166,7 +167,7 @@ def format_group(step: int, group: PromptGroup) -> bytes:
         if branch.trajectory is not None:
             row["trajectory"] = _plain(branch.trajectory)
         if index == 0:
-            row |= {"data_source": group.data_source, "ground_truth": group.ground_truth, "extra_info": group.extra_info}
+            row |= {name: getattr(group, name) for name in FACTS}
         rows.append(_dump(row, group.group_id))
     return b"".join(rows)
 
@@ -177,7 +178,7 @@ def _plain(name: Any) -> int | str:
 
 def _mask(mask: np.ndarray, group_id: int | str, index: int) -> np.ndarray:
     if not np.isin(mask, (0, 1)).all():
-        raise ValueError(f"loss_mask of group {group_id!r}, branch {index} is not 0 and 1; rollout files hold nothing else")
+        raise ValueError(f"loss_mask of group {group_id!r}, branch {index} is not 0 and 1; rollout files hold no other")
     return mask.astype(np.int8)
 
 

@@ -62,6 +62,7 @@ class RolloutRow:
     branch: int
     group_size: int | None
     prompt_ids: np.ndarray | None
+    prompt_ref: dict[str, Any] | None
     num_prompt_tokens: int | None
     """None: neither ids nor a reference in this row."""
     prompt_digest: str | None
@@ -140,6 +141,7 @@ def _parse(row: dict[str, Any], limits: Limits) -> RolloutRow:
         branch,
         _count(row, "group_size", 1) if row.get("group_size") is not None else None,
         prompt_ids,
+        row.get("prompt_ref"),
         num_prompt_tokens,
         digest,
         response_ids,
@@ -264,7 +266,7 @@ def _check_logprobs(values: Any, num_tokens: int) -> None:
         )
     if values and not (min(values) >= -_LARGEST_FLOAT32 and max(values) <= LARGEST_LOGPROB):
         place = next(i for i, x in enumerate(values) if not -_LARGEST_FLOAT32 <= x <= LARGEST_LOGPROB)
-        raise RowError(f"{name} holds {show(values[place])} at position {place}; need a finite log-probability, at most 0")
+        raise RowError(f"{name} holds {show(values[place])} at position {place}; need a finite number, at most 0")
 
 
 _LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -278,8 +280,9 @@ def _check_mask(mask: Any, num_tokens: int, num_prompt_tokens: int | None) -> No
         raise RowError(f"loss_mask holds {show(mask[place])} at position {place}; need 0 or 1")
     if len(mask) != num_tokens:
         whole = num_prompt_tokens is not None and len(mask) == num_prompt_tokens + num_tokens
+        hint = ", as many as prompt and response" if whole else ""
         raise RowError(
-            f"loss_mask has {len(mask)} entries for a response of {num_tokens} tokens{', as many as prompt and response' * whole}; "
+            f"loss_mask has {len(mask)} entries for a response of {num_tokens} tokens{hint}; "
             f"it covers the response only, one entry per response token"
         )
 

@@ -29,7 +29,8 @@ class Scorer:
         if layout.is_cell_leader:
             try:
                 report = self._score_here(groups)
-                answer = [(report, [[(branch.reward, branch.rewards) for branch in group.branches] for group in groups])]
+                rewards = [[(branch.reward, branch.rewards) for branch in group.branches] for group in groups]
+                answer = [(report, rewards)]
             except RewardError as error:
                 failure, answer = error, [str(error)]
         leader = dist.get_process_group_ranks(layout.cell)[0]

@@ -26,7 +26,7 @@ def test_training_again_from_the_file_ends_with_the_same_bits(layout, tmp_path):
     assert len(ranks[0][0][1]) == STEPS
     rows = [json.loads(line) for line in (tmp_path / "sampled" / "rollouts.jsonl").read_text().splitlines()]
     order = list(dict.fromkeys((row["step"], row["group_id"]) for row in rows))
-    assert order == [(step, f"{step}-{number}") for step in range(STEPS) for number in range(3)], "the order of the batch"
+    assert order == [(step, f"{step}-{i}") for step in range(STEPS) for i in range(3)], "the order of the batch"
     if layout == "dp2":
         first, second = ranks
         assert all(torch.equal(first[0][0][key], second[0][0][key]) for key in first[0][0])

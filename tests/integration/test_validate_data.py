@@ -28,7 +28,7 @@ def written(tmp_path, content):
 
 
 def test_report_of_a_good_file(tmp_path):
-    """8 responses of 4 tokens to a prompt of 64: 8 x 67 tokens as whole sequences, 63 + 63 + 32 with exact gradients."""
+    """8 responses of 4 tokens to a prompt of 64: 8 x 67 tokens as whole sequences, 63 + 63 + 32 with exact."""
     path = written(tmp_path, format_group(0, random_groups(1, 64, [4] * 8)[0]))
     done = validate(path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -60,8 +60,8 @@ def test_every_bad_row_is_a_line(tmp_path):
     done = validate(path, *FLAGS)
     assert (done.returncode, done.stderr) == (1, "")
     lines = [line for line in done.stdout.splitlines() if line.startswith(f"{path}: row ")]
-    starts = ["row 2: step 0, group '0-0', branch 1:", "row 7: step 1, group '1-0', branch 0:", "row 11: step 1, group '1-1', branch 1:"]
-    assert len(lines) == 3 and all(start in line for start, line in zip(starts, lines))
+    names = ["row 2: step 0, group '0-0', branch 1:", "row 7: step 1, group '1-0'", "row 11: step 1, group '1-1'"]
+    assert len(lines) == 3 and all(name in line for name, line in zip(names, lines))
     assert done.stdout.endswith("refused: 3 problems\n")
     few = validate(path, "--max-errors", "1").stdout
     assert "row 2:" in few and "row 7:" not in few and "and 2 more" in few
@@ -100,8 +100,8 @@ def test_an_unknown_flag_names_the_closest(tmp_path):
 def test_what_training_refuses_is_refused(content, words, tmp_path, capsys):
     """The same files as for the reader; the message of the same row is among the lines."""
     path = written(tmp_path, content)
-    flags = dict(zip(FLAGS[::2], map(int, FLAGS[1::2])))
-    config = load_config(overrides={name[2:].replace("-", "_"): value for name, value in flags.items()} | {"max_row_bytes": MAX_ROW_BYTES})
+    names = [flag.strip("-").replace("-", "_") for flag in FLAGS[::2]]
+    config = load_config(overrides={"max_row_bytes": MAX_ROW_BYTES, **dict(zip(names, map(int, FLAGS[1::2])))})
     assert validate_data.given_limits(config) == LIMITS
     findings = validate_data.Findings(str(path), 100)
     check = validate_data.RolloutCheck(config, findings)

@@ -108,7 +108,7 @@ class Prompts:
 def test_prompts_must_be_those_that_train(good_file):
     """I10: sampled from 5 tokens, trained on the last 4."""
     read_all(good_file, task=Prompts())
-    with pytest.raises(RowError, match=r"row 1: group '0-0' of step 0 was sampled from another prompt .*5 and 4 tokens"):
+    with pytest.raises(RowError, match="row 1: group '0-0' of step 0 was sampled from another .*5 and 4 tokens"):
         read_all(good_file, task=Prompts(limit=4))
     with pytest.raises(RowError, match="row 4: group '0-1' of step 0 is none of the step's training prompts"):
         read_all(good_file, task=Prompts(missing=["0-1"]))
@@ -120,9 +120,24 @@ def test_a_reference_stands_for_a_training_prompt(good_file):
         ids = row.pop("prompt_ids")
         row["prompt_ref"] = {"file": "p.jsonl", "row": 1, "num_tokens": len(ids), "digest": row["prompt_digest"]}
     good_file.write_bytes(dump(rows))
-    assert [group.prompt_ids.tolist() for group in read_all(good_file, task=Prompts())[0]] == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]
-    with pytest.raises(RowError, match="row 1: group '0-0' of step 0 refers to a prompt of another file; name that"):
+    groups = read_all(good_file, task=Prompts())[0]
+    assert [group.prompt_ids.tolist() for group in groups] == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]
+    with pytest.raises(RowError, match="row 1: group '0-0' of step 0 refers to a prompt of another file; need it in --train-files"):
         read_all(good_file)
+
+
+def test_a_reference_may_name_a_row_of_the_prompt_file(good_file):
+    """Whoever sampled need not have numbered groups and steps as this run does."""
+    rows = good_rows()
+    rows[0]["prompt_ref"] = {"file": "p.jsonl", "id": "x", "num_tokens": 5, "digest": rows[0]["prompt_digest"]}
+    del rows[0]["prompt_ids"]
+    good_file.write_bytes(dump(rows))
+    task = Prompts(missing=["0-0"])
+    task.find_prompt = lambda reference: np.arange(5) if reference["id"] == "x" else None
+    assert read_all(good_file, task=task)[0][0].prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    task.find_prompt = lambda reference: np.arange(4)
+    with pytest.raises(RowError, match="row 1: group '0-0' of step 0 was sampled from another prompt .*5 and 4 tokens"):
+        read_all(good_file, task=task)
 
 
 def group_of(number, prompt_tokens=8):

@@ -15,13 +15,14 @@ from megatron_longstraw.objectives.mismatch import rollout_mismatch
 from megatron_longstraw.rollout.scoring import given_report, rollout_metrics
 from megatron_longstraw.types import Branch, PromptGroup, prompt_digest
 
+NO_STD = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 
 def row_of(**fields):
     return {
-        "step": 3, "group_id": "g7", "branch": 1, "prompt_digest": prompt_digest(PROMPT), "response_ids": [1, 2, 3, 4, 5],
-        "reward": 1.0,
+        "step": 3, "group_id": "g7", "branch": 1, "prompt_digest": prompt_digest(PROMPT),
+        "response_ids": [1, 2, 3, 4, 5], "reward": 1.0,
     } | fields  # fmt: skip
 
 
@@ -65,7 +66,7 @@ def test_what_is_written_is_read_bit_for_bit():
     bits[0] = np.float32(-7.038531e-26).view(np.uint32)
     ids = rng.integers(0, 2**40, 1000)
     branches = [
-        Branch(ids, rollout_logprobs=bits.view(np.float32), reward=0.1 + 0.2, finish_reason="length", rewards={"acc": 1 / 3}),
+        Branch(ids, None, 0.1 + 0.2, bits.view(np.float32), finish_reason="length", rewards={"acc": 1 / 3}),
         Branch(ids[:5], loss_mask=[1, 1, 0, 0, 1], reward=None, finish_reason="stop"),
         Branch([], reward=-1e-300),
         Branch([4], reward=2.0, trajectory="t"),
@@ -77,7 +78,7 @@ def test_what_is_written_is_read_bit_for_bit():
     assert read.extra_info == {"depth": [0, 1]}
     np.testing.assert_array_equal(read.branches[0].rollout_logprobs.view(np.uint32), bits)
     for actual, expected in zip(read.branches, branches, strict=True):
-        assert actual.response_ids.dtype == np.int64 and actual.response_ids.tobytes() == expected.response_ids.tobytes()
+        assert actual.response_ids.tobytes() == expected.response_ids.tobytes()
         assert actual.loss_mask.tobytes() == expected.loss_mask.tobytes()
         for name in ("reward", "rewards", "finish_reason", "trajectory"):
             assert getattr(actual, name) == getattr(expected, name)
@@ -110,13 +111,15 @@ def test_loss_mask_covers_the_response_only():
     """D11: accepted at response length; both lengths in the message otherwise."""
     assert branch_of(loss_mask=[1, 1, 0, 0, 1]).loss_mask.tolist() == [1, 1, 0, 0, 1]
     assert branch_of().loss_mask.tolist() == [1] * 5
-    refused("loss_mask has 12 entries for a response of 5 tokens, as many as prompt and response", prompt_ids=PROMPT, loss_mask=[1] * 12)
+    whole = "loss_mask has 12 entries for a response of 5 tokens, as many as prompt and response"
+    refused(whole, prompt_ids=PROMPT, loss_mask=[1] * 12)
     refused("loss_mask has 4 entries for a response of 5 tokens;", loss_mask=[1] * 4)
 
 
 def test_masks_of_a_masked_response_agree():
     """D07: a response cut short whose every token its producer masked."""
-    group = group_of({"loss_mask": [0] * 5, "finish_reason": "length", "response_logprobs": [-0.5] * 5}, {"reward": 0.0})
+    masked = {"loss_mask": [0] * 5, "finish_reason": "length", "response_logprobs": [-0.5] * 5}
+    group = group_of(masked, {"reward": 0.0})
     work = Work(PromptBatch([group]), advantages_of(PromptBatch([group]), AlgorithmConfig()))
     masks = work.loss_masks()
     assert not masks[0, 0].any() and masks[0, 1].sum() == 5
@@ -128,7 +131,8 @@ def test_masks_of_a_masked_response_agree():
 
 def test_an_empty_response_is_accepted_and_counts_nothing():
     """D08, A10"""
-    group = group_of({"response_ids": [], "reward": 10.0, "response_logprobs": [], "loss_mask": []}, {}, {"reward": 0.0}, {})
+    empty = {"response_ids": [], "reward": 10.0, "response_logprobs": [], "loss_mask": []}
+    group = group_of(empty, {}, {"reward": 0.0}, {})
     assert group.branches[0].num_tokens == 0
     advantages = advantages_of(PromptBatch([group]), AlgorithmConfig())
     assert (0, 0) not in advantages and sum(advantages.values()) == pytest.approx(0.0)
@@ -141,7 +145,8 @@ def test_forced_prefix_belongs_to_the_prompt_or_is_masked():
     """D12: 2 forced and 3 sampled tokens, either way 3 train."""
     forced, sampled = [1, 2], [3, 4, 5]
     in_prompt = branch_of(response_ids=sampled, response_logprobs=[-0.5] * 3)
-    masked = branch_of(response_ids=forced + sampled, loss_mask=[0, 0, 1, 1, 1], response_logprobs=[0, 0, -0.5, -0.5, -0.5])
+    logprobs = [0, 0, -0.5, -0.5, -0.5]
+    masked = branch_of(response_ids=forced + sampled, loss_mask=[0, 0, 1, 1, 1], response_logprobs=logprobs)
     assert in_prompt.loss_mask.sum() == masked.loss_mask.sum() == 3
     refused("3 entries for a response of 5 tokens", response_ids=forced + sampled, response_logprobs=[-0.5] * 3)
 
@@ -196,9 +201,9 @@ def test_incomplete_prompt_references(key):
 
 def test_a_trajectory_in_several_rows_counts_once():
     """A15, N04: rewards 1 and 0 have mean 0.5, although three of the four rows say 1."""
-    rows = [{"trajectory": "a"}, {"trajectory": "a", "response_ids": []}, {"trajectory": "a"}, {"trajectory": "b", "reward": 0.0}]
-    group = group_of(*rows)
-    advantages = advantages_of(PromptBatch([group]), AlgorithmConfig(norm_adv_by_std_in_grpo=False))
+    part, other = {"trajectory": "a"}, {"trajectory": "b", "reward": 0.0}
+    group = group_of(part, part | {"response_ids": []}, part, other)
+    advantages = advantages_of(PromptBatch([group]), NO_STD)
     assert advantages == {(0, 0): 0.5, (0, 2): 0.5, (0, 3): -0.5}
     metrics = rollout_metrics([group], given_report([group])).to_means()
     assert metrics["critic/score/mean"] == 0.5 and metrics["frac_reward_zero_std"] == 0
@@ -210,7 +215,7 @@ def test_a_multi_turn_response_is_one_row():
     """A15, D12: three turns with tool output between them; as rows of one branch they are refused."""
     whole = group_of({"response_ids": list(range(9)), "loss_mask": [1, 1, 0, 0, 1, 1, 0, 0, 1]}, {"reward": 0.0})
     assert whole.branches[0].loss_mask.sum() == 5
-    assert list(advantages_of(PromptBatch([whole]), AlgorithmConfig(norm_adv_by_std_in_grpo=False)).values()) == [0.5, -0.5]
+    assert list(advantages_of(PromptBatch([whole]), NO_STD).values()) == [0.5, -0.5]
     with pytest.raises(RowError, match="has a row of branch 0 already"):
         group_of({}, {"branch": 0}, {"branch": 0}, {"branch": 1})
 
