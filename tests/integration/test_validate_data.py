@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import validate_data
 
@@ -111,3 +112,19 @@ def test_what_training_refuses_is_refused(content, words, tmp_path, capsys):
     assert (findings.count or not content) and all(line.startswith(f"{path}: ") for line in printed)
     row = next((word for word in words if re.fullmatch(r"row \d+:", word)), "")
     assert any(row in line for line in printed) or not content
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt_tokens, response_tokens, groups", [(50_000, 2_000, 40), (100, 4, 7_000)])
+def test_speed(prompt_tokens, response_tokens, groups, tmp_path):
+    """20 MB/s of processor time, which other work on the machine disturbs little."""
+    path = tmp_path / "rollouts.jsonl"
+    (group,) = random_groups(1, prompt_tokens, [response_tokens] * 8)
+    for branch in group.branches:
+        branch.rollout_logprobs = np.linspace(-9, 0, response_tokens, dtype=np.float32)
+    with path.open("wb") as file:
+        for step in range(groups):
+            file.write(format_group(step, group))
+    done = validate(path)
+    assert done.returncode == 0 and path.stat().st_size > 15_000_000
+    assert int(re.search(r"read at (\d+) MB/s", done.stdout)[1]) >= 20
