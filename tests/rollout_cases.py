@@ -172,6 +172,9 @@ def _bad_order() -> Iterator[tuple[str, bytes, list[str]]]:
         for row in rows[9:12]:
             row["group_id"] = "1-0"
 
+    def come_back(rows):
+        rows.extend(copy.deepcopy(rows[6:9]))
+
     def no_step_one(rows):
         for row in rows[6:]:
             row["step"] = 2
@@ -191,6 +194,7 @@ def _bad_order() -> Iterator[tuple[str, bytes, list[str]]]:
     yield changed("rows of two groups mixed", interleave, "row 8:")
     yield changed("a group split over steps", split_over_steps, "row 6:", "in one step")
     yield changed("two groups of one name", rename, "row 10:", "branch 0")
+    yield changed("a group that comes back", come_back, "row 13:", "next to each other")
     yield changed("steps that go back", move_to_front, "row 1:", "branch 2")
     yield changed("steps in another order", lambda rows: rows.extend(rows[:6]), "step is 0")
     yield changed("a step left out", no_step_one, "no rows of step 1")

@@ -5,11 +5,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train_only import STEPS, sampled_and_trained_again, same_bits
+from megatron_longstraw.algorithm import RLStep
+from megatron_longstraw.rollout.scoring import Scorer
+from tests.helpers import tiny_trainer
+from tests.train_only import STEPS, Prompts, reward, same_bits, sampled_and_trained_again
 
 from .launch import run_ranks
 
 LAYOUTS = {"dp2": {}, "cp2": {"context_parallel_size": 2}}
+
+
+def sampled_metrics(rank: int) -> dict[str, float]:
+    policy, optimizer = tiny_trainer(context_parallel_size=2)
+    scorer = Scorer(reward, "fail", Prompts().render)
+    return RLStep(policy, optimizer, scorer).run(0, Prompts().prompts(0, 2)).metrics.to_means()
+
+
+@pytest.mark.dist
+def test_metrics_of_rewards_are_alike_on_all_ranks_of_a_replica():
+    """One of them calls the reward function."""
+    first, second = run_ranks(sampled_metrics, 2)
+    assert first == second and "reward/even" in first
 
 
 def both(rank: int, folder: str, options: dict):

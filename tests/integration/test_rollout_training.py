@@ -57,6 +57,13 @@ def test_trained_ids_are_those_of_the_file(tmp_path):
     assert policy.meter.tokens("replay") == 2 * 14 and policy.meter.tokens("rollout") == 0
 
 
+def test_a_prompt_is_captured_once_for_one_update():
+    """A budget that keeps no state from sampling to update costs nothing where nothing is sampled."""
+    policy, optimizer = tiny_trainer(prefix_state_budget=0)
+    RLStep(policy, optimizer, None).run(0, random_groups(2, 20, [5, 1, 8]))
+    assert policy.meter.tokens("capture") == 2 * 19
+
+
 def test_groups_without_responses_are_refused():
     policy, optimizer = tiny_trainer()
     with pytest.raises(ValueError, match="group 'a' has no responses"):

@@ -63,7 +63,7 @@ def test_what_is_written_is_read_bit_for_bit():
     """I03: ids are never text on the way; the first log-prob is one whose shortest float32 text rounds wrongly."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0x80000000, 0xFF800000, 1000, dtype=np.uint32)
-    bits[0] = np.float32(-7.038531e-26).view(np.uint32)
+    bits[0] = 0x95AE43FD
     ids = rng.integers(0, 2**40, 1000)
     branches = [
         Branch(ids, None, 0.1 + 0.2, bits.view(np.float32), finish_reason="length", rewards={"acc": 1 / 3}),
