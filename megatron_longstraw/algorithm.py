@@ -7,12 +7,14 @@ How it differs from a textbook GRPO step:
    first. With it the gradient equals full-sequence training; `--prefix-grad frozen` leaves it out (biased).
 3. The loss reaches the model as token weights w = dL/dlogp, normalised over the whole batch beforehand, so no
    split into micro-batches or ranks changes it. Gradients are summed over ranks once per update.
-4. Old log-probs are those of the weights that sampled: with one update per step the ratio is exactly 1 and no
-   scoring pass is needed; with several, they are scored before the first.
+4. Old log-probs are those of the weights at the start of the step: with one update the ratio is exactly 1 and no
+   scoring pass is needed; with several, they are scored before the first. So they are with given responses (a
+   rollout file), whoever sampled those; how far that policy is from this one is reported.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Callable
 
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
-from megatron_longstraw.rollout.scoring import Scorer
+from megatron_longstraw.rollout.scoring import Scorer, given_report, rollout_metrics
 from megatron_longstraw.rollout.generate import generate
 from megatron_longstraw.types import PromptGroup
 
@@ -46,20 +48,38 @@ class StepReport:
 
 
 class RLStep:
-    """Everything a step needs that outlives it."""
+    """Everything a step needs that outlives it.
 
-    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, scorer: Scorer):
-        self.policy, self.optimizer, self.scorer = policy, optimizer, scorer
+    Args:
+        scorer: None when groups come with their responses and rewards, which are trained on as they are.
+        save: called with (step, the global batch of which this rank's groups have their scored responses) before the
+            first update, so that what an update fails on is there to be looked at.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        scorer: Scorer | None,
+        save: Callable[[int, list[PromptGroup]], None] | None = None,
+    ):
+        self.policy, self.optimizer, self.scorer, self.save = policy, optimizer, scorer, save
         algorithm = policy.config.algorithm
         self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 
     def run(self, step: int, groups: list[PromptGroup]) -> StepReport:
-        """One step on the global batch `groups` (the same list on every rank)."""
+        """One step on the global batch `groups` (the same list on every rank).
+
+        Raises:
+            ValueError: responses are to be given, and a group has none.
+        """
         algorithm = self.policy.config.algorithm
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
-        report = StepReport(own, self.scorer.score(self.policy.layout, own))
+        report = StepReport(own, self._score(own))
+        if self.save is not None:
+            self.save(step, groups)
         for work in minibatches:
             for item in work:
                 item.advantages = advantages_of(item.batch, algorithm)
@@ -82,11 +102,14 @@ class RLStep:
 
     def _roll_out(self, step: int, minibatches: list[list[Work]], score_old: bool) -> None:
         """Capture and sample every prompt; the first mini-batch's stores stay for its update, budget permitting."""
+        if self.scorer is None and not score_old:
+            return
         kept_bytes = 0
         for number, work in enumerate(minibatches):
             for item in work:
                 store = capture(self.policy, item.batch, walk_back=number == 0)
-                generate(self.policy, store, item.batch, step=step)
+                if self.scorer is not None:
+                    generate(self.policy, store, item.batch, step=step)
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
@@ -94,6 +117,14 @@ class RLStep:
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
                     store.release()
+
+    def _score(self, own: list[PromptGroup]) -> MetricSums:
+        if self.scorer is not None:
+            return self.scorer.score(self.policy.layout, own)
+        for group in own:
+            if not group.branches:
+                raise ValueError(f"group {group.group_id!r} has no responses; need them along with the prompt")
+        return rollout_metrics(own, given_report(own))
 
     def _fits(self, num_bytes: int) -> bool:
         budget = self.policy.config.prefix.prefix_state_budget

@@ -20,6 +20,7 @@ from megatron_longstraw.config import AlgorithmConfig
 from megatron_longstraw.objectives.advantages import ADVANTAGE_ESTIMATORS
 from megatron_longstraw.objectives.aggregation import Totals, count
 from megatron_longstraw.objectives.metrics import MetricSums
+from megatron_longstraw.objectives.mismatch import rollout_mismatch
 from megatron_longstraw.objectives.policy_loss import Objective
 from megatron_longstraw.prefix.store import PrefixStore
 
@@ -111,9 +112,18 @@ class _TokenWeights:
         trained = [(entropy[place], scale != 0) for place, scale in zip(self.places, self.scale) if place in entropy]
         total = float(sum(values[mask].sum() for values, mask in trained))
         num_tokens = float(sum(mask.sum() for _, mask in trained))
-        return evaluation.metrics + MetricSums(
+        own = MetricSums(
             means={"actor/entropy": (total, num_tokens)},
             totals={"training/nonfinite_tables": float(not evaluation.is_finite)},
+        )
+        return evaluation.metrics + own + self._mismatch(logprobs)
+
+    def _mismatch(self, logprobs: Table) -> MetricSums:
+        """How far the policy of the step's start is from the one that sampled, where that is known."""
+        old = logprobs if self.item.old_logprobs is None else self.item.old_logprobs
+        known = [(place, b) for place, b in self.item.branches() if b.rollout_logprobs is not None and place in old]
+        return rollout_mismatch(
+            [old[place] for place, _ in known], [b.rollout_logprobs for _, b in known], [b.loss_mask for _, b in known]
         )
 
 
@@ -163,16 +173,19 @@ def has_signal(policy: Policy, work: list[Work]) -> bool:
 
 
 def advantages_of(batch: PromptBatch | None, algorithm: AlgorithmConfig) -> dict[tuple[int, int], float]:
-    """By (prompt, branch); responses without a score or without tokens have none and train nothing."""
+    """By (prompt, branch); responses without a score or without tokens have none and train nothing. The parts of one
+    rollout count once and share its advantage."""
     estimate = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     advantages = {}
     for prompt, group in enumerate(batch.groups if batch else ()):
-        rewards = [branch.reward for branch in group.branches]
-        has_tokens = [branch.num_tokens > 0 for branch in group.branches]
+        rollouts = group.rollouts()
+        rewards = [group.branches[parts[0]].reward for parts in rollouts]
+        has_tokens = [any(group.branches[index].num_tokens for index in parts) for parts in rollouts]
         values = estimate(rewards, has_tokens, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
-        for index, value in enumerate(values):
-            if rewards[index] is not None and has_tokens[index]:
-                advantages[prompt, index] = float(value)
+        for parts, reward, value in zip(rollouts, rewards, values):
+            for index in parts:
+                if reward is not None and group.branches[index].num_tokens:
+                    advantages[prompt, index] = float(value)
     return advantages
 
 

@@ -50,6 +50,11 @@ class Start:
     notes: list[str] = field(default_factory=list)
     """What to tell about it."""
 
+    @property
+    def steps(self) -> int:
+        """RL steps done before."""
+        return self.checkpoint.iteration if self.goes_on else 0
+
 
 def find_start(options: CheckpointConfig) -> Start:
     """Where a run starts by --resume-mode, --save, --load and --finetune; a call of all ranks.

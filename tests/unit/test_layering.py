@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / NAME
 
 BASE = ("config", "types", "metering")
 """Import nothing of the package."""
-SPINE = ("attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "api", "train")
+SPINE = ("attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "sources", "api", "train")
 """Each may import those before it, and BASE."""
 LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log")
 """Import BASE only; used from rollout on (convert: from mcore on)."""
