@@ -275,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", metavar="FILE", help="JSONL or Parquet of prompts, or JSONL of rollouts")
     parser.add_argument("--kind", choices=("prompts", "rollouts"), help="of FILE (default: what its rows look like)")
     parser.add_argument(
-        "--tokenizer", metavar="PATH", help="count tokens with this and hold ids against it (default: --tokenizer-model)"
+        "--tokenizer", metavar="PATH", help="count tokens with it and hold ids against it (default: --tokenizer-model)"
     )
     parser.add_argument("--max-errors", type=int, default=100, metavar="N", help="print at most this many (100)")
     try:
