@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Iterator, Sequence
 
@@ -28,6 +29,7 @@ from data_report import Savings, histogram
 
 if TYPE_CHECKING:
     from megatron_longstraw.data.prompt_rows import PromptRow
+    from megatron_longstraw.data.tokenizers import Tokenizer
 
 
 class Findings:
@@ -47,8 +49,10 @@ class RolloutCheck:
 
     limited_by = ("vocab_size", "max_prompt_length", "max_response_length")
 
-    def __init__(self, config: Config, findings: Findings):
+    def __init__(self, config: Config, findings: Findings, tokenizer: Tokenizer | None = None):
         self.config, self.findings, self.limits = config, findings, given_limits(config)
+        if tokenizer is not None and self.limits.vocab_size is None:
+            self.limits = replace(self.limits, vocab_size=tokenizer.vocab_size)
         self.order = GroupOrder()
         self.num_rows = self.loss_tokens = self.without_logprobs = self.unscored = 0
         self.prompt_lengths: list[int] = []
@@ -149,11 +153,9 @@ class PromptCheck:
 
     limited_by = ("vocab_size", "max_prompt_length")
 
-    def __init__(self, config: Config, findings: Findings, tokenizer_path: str | None):
-        from megatron_longstraw.data.tokenizers import load_tokenizer
-
-        self.config, self.findings, self.limits = config, findings, given_limits(config)
-        self.tokenizer = None if tokenizer_path is None else load_tokenizer(tokenizer_path)
+    def __init__(self, config: Config, findings: Findings, tokenizer: Tokenizer | None = None):
+        self.config, self.findings, self.tokenizer = config, findings, tokenizer
+        self.limits = given_limits(config)
         self.lengths: dict[str, list[int]] = {"characters": [], "tokens": []}
         self.sources: Counter[str] = Counter()
         self.num_rows = self.num_too_long = 0
@@ -250,6 +252,14 @@ def given_limits(config: Config) -> Limits:
     return Limits(**{name: getattr(limits, name) for name in limits.__dataclass_fields__ if name in config.given})
 
 
+def _tokenizer(path: str | None) -> Tokenizer | None:
+    if path is None:
+        return None
+    from megatron_longstraw.data.tokenizers import load_tokenizer  # takes seconds
+
+    return load_tokenizer(path)
+
+
 def is_rollout_file(path: str, max_row_bytes: int) -> bool:
     """By the keys of the first row that can be read."""
     for line in iter_lines(path, max_row_bytes):
@@ -264,7 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", metavar="FILE", help="JSONL or Parquet of prompts, or JSONL of rollouts")
     parser.add_argument("--kind", choices=("prompts", "rollouts"), help="of FILE (default: what its rows look like)")
-    parser.add_argument("--tokenizer", metavar="PATH", help="count tokens with this (default: --tokenizer-model)")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", help="count tokens with it and hold ids against it (default: --tokenizer-model)"
+    )
     parser.add_argument("--max-errors", type=int, default=100, metavar="N", help="print at most this many (100)")
     try:
         config, args = parse_args(argv, extra=parser)
@@ -278,17 +290,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def validate(config: Config, args: argparse.Namespace) -> int:
     """Print the report of a file; the exit status."""
-    begin, path = time.process_time(), args.file
+    path = args.file
     num_bytes = Path(path).stat().st_size
     findings = Findings(path, args.max_errors)
     kind = args.kind
     if kind is None:
         is_table = path.endswith(".parquet")
         kind = "rollouts" if not is_table and is_rollout_file(path, config.data.max_row_bytes) else "prompts"
-    if kind == "rollouts":
-        check = RolloutCheck(config, findings)
-    else:
-        check = PromptCheck(config, findings, args.tokenizer or config.data.tokenizer_model)
+    tokenizer = _tokenizer(args.tokenizer or config.data.tokenizer_model)
+    check = (RolloutCheck if kind == "rollouts" else PromptCheck)(config, findings, tokenizer)
+    begin = time.process_time()
     check.run(path)
     seconds = time.process_time() - begin
     if check.num_rows == 0:

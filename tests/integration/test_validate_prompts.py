@@ -8,6 +8,8 @@ import pytest
 import validate_data
 from pyarrow import parquet
 
+from megatron_longstraw.data.rollout_groups import format_group
+from megatron_longstraw.types import Branch, PromptGroup
 from tests.tiny_tokenizers import byte_level
 
 ROWS = [
@@ -81,6 +83,14 @@ def test_limits(tmp_path, tokenizer, validate):
     done = validate(path, "--vocab-size", "3")
     assert done.returncode == 1 and "row 3 (id 'c'): the prompt holds id 3; ids must be in 0..2" in done.out
     assert "has 3 prompts, need at least --train-batch-size 4" in validate(path, "--train-batch-size", "4").out
+
+
+def test_ids_of_rollouts_are_held_against_the_tokenizer(tmp_path, tokenizer, validate):
+    path = tmp_path / "rollouts.jsonl"
+    path.write_bytes(format_group(0, PromptGroup([1, 2], [Branch([3], reward=1.0), Branch([10**6], reward=0.0)])))
+    assert validate(path).returncode == 0
+    done = validate(path, "--tokenizer", tokenizer)
+    assert done.returncode == 1 and "row 2: step 0, group 0, branch 1: response_ids holds id 1000000" in done.out
 
 
 def test_parquet(tmp_path, validate):
