@@ -19,10 +19,15 @@ LENGTHS = [40, 25]
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
-    return len(solution_str) % 5 + torch.rand(()).item()  # draws from a global generator, as user code may
+    return solution_str.count("a") + 0.1 * solution_str.count("b")
 
 
-def train(rank: int, steps: int, options: dict) -> dict:
+def noisy_score(data_source, solution_str, ground_truth, extra_info):
+    """Draws from a global generator, as user code may."""
+    return score(data_source, solution_str, ground_truth, extra_info) + torch.rand(()).item()
+
+
+def train(rank: int, steps: int, options: dict, reward=noisy_score) -> dict:
     """Run until `steps` RL steps are done, going on from --save, and save there; the state after it."""
     options = TINY | dict(lr_warmup_iters=2, lr_decay_style="linear", train_iters=6, min_lr=0.0) | options
     config = load_config(overrides=options).resolve()
@@ -33,7 +38,7 @@ def train(rank: int, steps: int, options: dict) -> dict:
     optimizer = PolicyOptimizer(policy)
     state = TrainingState(policy, optimizer)
     progress = state.restore(start)
-    rl_step = RLStep(policy, optimizer, Scorer(score, "fail", lambda ids: "".join(chr(97 + token % 26) for token in ids)))
+    rl_step = RLStep(policy, optimizer, Scorer(reward, "fail", lambda ids: "".join(chr(97 + token % 26) for token in ids)))
     history = []
     while progress.steps < steps:
         groups = random_groups(2, LENGTHS, [], seed=progress.steps)

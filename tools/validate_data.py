@@ -15,22 +15,20 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Iterator, Sequence
+from typing import Any, Iterator, Sequence
 
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from megatron_longstraw.config import SETTINGS, Config, parse_args
+from megatron_longstraw.data.prompt_files import iter_rows
+from megatron_longstraw.data.prompt_rows import PromptRow, parse_prompt_row
 from megatron_longstraw.data.rollout_groups import GroupOrder
 from megatron_longstraw.data.rollout_rows import ONLY_ROLLOUTS, Limits, RolloutRow, parse_rollout_row
 from megatron_longstraw.data.rows import RowError, iter_lines, parse_line
+from megatron_longstraw.data.tokenizers import Tokenizer, TokenizerError, encode_prompt, load_tokenizer
 from data_report import Savings, histogram
-
-if TYPE_CHECKING:
-    from megatron_longstraw.data.prompt_rows import PromptRow
-    from megatron_longstraw.data.tokenizers import Tokenizer
-
 
 class Findings:
     """What is wrong with a file; a line each is printed at once, up to a number."""
@@ -162,17 +160,13 @@ class PromptCheck:
         self.ids: dict[int, int] = {}
 
     def run(self, path: str) -> None:
-        from megatron_longstraw.data.prompt_files import iter_rows
-        from megatron_longstraw.data.prompt_rows import RowError as PromptRowError
-        from megatron_longstraw.data.prompt_rows import parse_prompt_row
-
         for number, row in iter_rows(path, self.config.data.max_row_bytes):
             self.num_rows = number
             try:
-                if isinstance(row, PromptRowError):
+                if isinstance(row, RowError):
                     raise row
                 self._count(parse_prompt_row(row, self.config.data, number), number)
-            except PromptRowError as error:
+            except RowError as error:
                 self.findings.add(str(error))
         least = self.config.algorithm.train_batch_size
         if len(self.ids) < least:
@@ -205,20 +199,10 @@ class PromptCheck:
 
     def _final_ids(self, row: PromptRow, number: int) -> np.ndarray | None:
         """The ids before any truncation, where they can be known."""
-        from megatron_longstraw.data.tokenizers import TokenizerError
-
-        prompt = row.prompt
-        is_messages = isinstance(prompt, list)
-        if not is_messages and not isinstance(prompt, str):
-            return prompt
         if self.tokenizer is None:
-            return None
+            return row.prompt if isinstance(row.prompt, np.ndarray) else None
         try:
-            if is_messages:
-                return self.tokenizer.encode_chat(prompt)
-            if self.config.data.apply_chat_template:
-                return self.tokenizer.encode_chat([{"role": "user", "content": prompt}])
-            return self.tokenizer.encode(prompt)
+            return encode_prompt(self.tokenizer, row.prompt, self.config.data.apply_chat_template)
         except TokenizerError as error:
             self.findings.add(f"row {number} (id {row.id!r}): {error}")
             return None
@@ -255,7 +239,7 @@ def given_limits(config: Config) -> Limits:
 def _tokenizer(path: str | None) -> Tokenizer | None:
     if path is None:
         return None
-    from megatron_longstraw.data.tokenizers import load_tokenizer  # takes seconds
+
 
     return load_tokenizer(path)
 

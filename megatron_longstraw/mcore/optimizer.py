@@ -7,6 +7,7 @@ from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -87,16 +88,19 @@ class PolicyOptimizer:
             optimizer = self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
         return {"optimizer": optimizer, "opt_param_scheduler": self.schedule.state_dict()}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where a loaded `state` stopped, with the learning rates and other numbers of the configuration."""
-        given = [{key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups]
+    def load_state(self, state: dict[str, Any], plain: Any) -> None:
+        """Continue where a loaded `state` stopped.
+
+        Args:
+            plain: `plain_parts` of the state that was asked for. What is no tensor comes from it: the configuration's
+                learning rates, and groups of parameters as this layout has them (expert parallelism splits them).
+        """
+        num_steps = state["opt_param_scheduler"]["num_steps"]
         with cpu_runtime.tensor_scope():
-            self._optimizer.load_state_dict(state["optimizer"])
-        for group, numbers in zip(self._optimizer.param_groups, given):
-            group.update({key: value for key, value in numbers.items() if key != "step"})
+            self._optimizer.load_state_dict(_with_steps(_overlay(plain, state["optimizer"]), num_steps))
         self._own_steps()
         self.schedule.num_steps = 0
-        self.schedule.step(increment=state["opt_param_scheduler"]["num_steps"])
+        self.schedule.step(increment=num_steps)
         self.policy.weights_changed()
 
     def _inner(self) -> Iterator[Any]:
@@ -128,6 +132,48 @@ class PolicyOptimizer:
             if isinstance(optimizer.optimizer, torch.optim.AdamW):
                 for values in optimizer.optimizer.state.values():
                     values["step"] = values["step"].clone()
+
+
+def plain_parts(state: Any) -> Any:
+    """A sharded state with `LOADED` in place of everything that comes from the checkpoint's tensors."""
+    if isinstance(state, ShardedBase):
+        return LOADED
+    if isinstance(state, dict):
+        return {key: plain_parts(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(plain_parts(value) for value in state)
+    return state
+
+
+LOADED = object()
+
+
+def _overlay(plain: Any, loaded: Any) -> Any:
+    """`plain` with the values of `loaded` where it says `LOADED`."""
+    if plain is LOADED:
+        return loaded
+    if isinstance(plain, dict):
+        return {key: _overlay(value, _child(loaded, key)) for key, value in plain.items()}
+    if isinstance(plain, (list, tuple)):
+        return type(plain)(_overlay(value, _child(loaded, index)) for index, value in enumerate(plain))
+    return plain
+
+
+def _child(loaded: Any, key: Any) -> Any:
+    known = isinstance(loaded, dict) and key in loaded or isinstance(loaded, (list, tuple)) and key < len(loaded)
+    return loaded[key] if known else None
+
+
+def _with_steps(state: Any, num_steps: int) -> Any:
+    """The state with this count wherever Megatron keeps that of torch's AdamW."""
+    if not isinstance(state, dict):
+        return state
+    result = {key: _with_steps(value, num_steps) for key, value in state.items()}
+    if "param_groups" in state:
+        result["param_groups"] = [group | ({"step": num_steps} if "step" in group else {}) for group in state["param_groups"]]
+    if "common_step" in state:
+        result["common_step"] = torch.tensor(float(num_steps))
+    return result
 
 
 def _set_without_step(optimizer: DistributedOptimizer, model_parameter: torch.nn.Parameter, tensors: dict) -> None:

@@ -22,7 +22,7 @@ from megatron_longstraw.config import CheckpointConfig, ConfigError, changed_set
 from megatron_longstraw.mcore import checkpoint_folder, cpu_runtime
 from megatron_longstraw.mcore.checkpoint import model_state, newest, require_newest, state_metadata, write
 from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
-from megatron_longstraw.mcore.optimizer import PolicyOptimizer
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer, plain_parts
 from megatron_longstraw.mcore.policy import Policy
 
 
@@ -99,12 +99,13 @@ class TrainingState:
             return Progress()
         path = start.checkpoint.path
         state = self.optimizer.state(model_state(self.policy.chunks), state_metadata(), loading=True)
+        plain = plain_parts(state["optimizer"])
         try:
             with cpu_runtime.tensor_scope():
                 loaded = dist_checkpointing.load(state, str(path))
         except (CheckpointingException, CheckpointException) as error:
             raise ConfigError([f"{path} does not fit this run: {_first_line(error)}; change --load"]) from error
-        self.optimizer.load_state(loaded)
+        self.optimizer.load_state(loaded, plain)
         _set_random_state(loaded["random_states"], start.notes)
         start.notes.append(f"goes on after step {loaded['progress']['steps']} from {path}")
         changes = changed_settings(load_toml(loaded["config"]), self.policy.config)

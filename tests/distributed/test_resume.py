@@ -2,7 +2,7 @@
 import pytest
 
 from tests.distributed.launch import run_ranks
-from tests.training_runs import train
+from tests.training_runs import score, train
 
 LAYOUTS = {
     "1 rank": (1, {}),
@@ -46,13 +46,12 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_going_on_under_another_layout(change, tmp_path):
-    """Equal up to the order of sums."""
+    """Equal up to the order of sums (global random states belong to ranks, so the reward draws nothing here)."""
     before_ranks, before, after_ranks, after = CHANGES[change]
     options = {"save": str(tmp_path / "checkpoints"), "clip_grad": 0.5}
-    run_ranks(train, before_ranks, 2, before | options)
-    moved = run_ranks(train, after_ranks, 4, after | options)[0]
-    straight = run_ranks(train, before_ranks, 4, before | {"clip_grad": 0.5})[0]
+    run_ranks(train, before_ranks, 2, before | options, score)
+    moved = run_ranks(train, after_ranks, 4, after | options, score)[0]
+    straight = run_ranks(train, before_ranks, 4, before | {"clip_grad": 0.5}, score)[0]
     for step, values in enumerate(moved["history"]):
         for name, value in values.items():
-            if name != "critic/score/mean":  # the reward draws from a generator that belongs to a rank
-                assert value == pytest.approx(straight["history"][2 + step][name], rel=2e-3, abs=1e-5), (step, name)
+            assert value == pytest.approx(straight["history"][2 + step][name], rel=1e-4, abs=1e-6), (step, name)
