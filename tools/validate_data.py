@@ -239,8 +239,6 @@ def given_limits(config: Config) -> Limits:
 def _tokenizer(path: str | None) -> Tokenizer | None:
     if path is None:
         return None
-
-
     return load_tokenizer(path)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.mapping import ShardedBase
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -138,6 +138,8 @@ def plain_parts(state: Any) -> Any:
     """A sharded state with `LOADED` in place of everything that comes from the checkpoint's tensors."""
     if isinstance(state, ShardedBase):
         return LOADED
+    if isinstance(state, LocalNonpersistentObject):
+        return state.unwrap()
     if isinstance(state, dict):
         return {key: plain_parts(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
@@ -165,14 +167,15 @@ def _child(loaded: Any, key: Any) -> Any:
 
 
 def _with_steps(state: Any, num_steps: int) -> Any:
-    """The state with this count wherever Megatron keeps that of torch's AdamW."""
+    """The state with this count where Megatron keeps that of torch's AdamW: beside the moments, or in the groups of the
+    distributed optimizer."""
     if not isinstance(state, dict):
         return state
     result = {key: _with_steps(value, num_steps) for key, value in state.items()}
-    if "param_groups" in state:
+    if "param_groups" in state and "state" in state:
+        result["state"] = {**state["state"], "common_step": torch.tensor(float(num_steps))}
+    elif "param_groups" in state:
         result["param_groups"] = [group | ({"step": num_steps} if "step" in group else {}) for group in state["param_groups"]]
-    if "common_step" in state:
-        result["common_step"] = torch.tensor(float(num_steps))
     return result
 
 

@@ -53,5 +53,6 @@ def test_going_on_under_another_layout(change, tmp_path):
     moved = run_ranks(train, after_ranks, 4, after | options, score)[0]
     straight = run_ranks(train, before_ranks, 4, before | {"clip_grad": 0.5}, score)[0]
     for step, values in enumerate(moved["history"]):
-        for name, value in values.items():
+        for name in ("actor/grad_norm", "actor/lr"):  # the others are of this rank's prompts
+            value = values[name]
             assert value == pytest.approx(straight["history"][2 + step][name], rel=1e-4, abs=1e-6), (step, name)
