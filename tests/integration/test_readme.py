@@ -25,5 +25,5 @@ def test_files_and_flags_that_it_names_exist():
     known = {flag for setting in SETTINGS.values() for flag in setting.flags}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README))
     others = {"--help", "--config", "--json", "--nproc-per-node", "--no-build-isolation", "--slow"}
-    tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size"}
+    tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
     assert not named - known - others - tools
