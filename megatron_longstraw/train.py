@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Callable
 
 import numpy as np
@@ -16,8 +17,10 @@ import torch.distributed as dist
 
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
+from megatron_longstraw.convert.adopt import open_folder, with_model_of
 from megatron_longstraw.data.task import Task, check_prompts
 from megatron_longstraw.mcore import parallel
+from megatron_longstraw.mcore.hf_weights import check_target, save_hf
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.metering import Meter
@@ -137,9 +140,12 @@ def run(config: Config) -> RunSummary:
     Raises:
         ConfigError: what was asked for cannot be run; nothing has been computed or written.
     """
-    config = config.resolve()
+    folder = open_folder(config)
+    config = with_model_of(config, folder).resolve()
     if config.run.prompt_function is None:
         raise ConfigError(["no prompts: name a source with --prompt-function module:function"])
+    if config.checkpoint.save_hf is not None:
+        check_target(Path(config.checkpoint.save_hf))
     make_task = load_function(config.run.prompt_function, "--prompt-function")
     load_function(config.reward.reward_function)
     layout = parallel.initialize(config)
@@ -147,9 +153,16 @@ def run(config: Config) -> RunSummary:
     check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
     log = RunLog(config, active=dist.get_rank() == 0)
     try:
+        for warning in folder.warnings if folder else ():
+            log.say(f"warning    {warning}")
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
-        summary = train(Policy(config, layout), task, log)
+        policy = Policy(config, layout, folder)
+        summary = train(policy, task, log)
         print_summary(log, config, summary)
+        if config.checkpoint.save_hf is not None:
+            for note in save_hf(policy.chunks, config.model, folder, config.checkpoint.save_hf):
+                log.say(f"export     {note}")
+            log.say(f"model      {config.checkpoint.save_hf}")
     finally:
         log.close()
     return summary

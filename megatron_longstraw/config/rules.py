@@ -31,6 +31,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
     problems += _optimizer_problems(resolved)
+    problems += _checkpoint_problems(resolved)
     if world_size is not None:
         problems += _world_problems(parallel, world_size)
     return problems
@@ -281,6 +282,18 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield _problem(f"min_lr {optimizer.min_lr} above lr {optimizer.lr}", "at most lr", "min_lr", "lr")
+
+
+def _checkpoint_problems(config: Config) -> Iterator[str]:
+    checkpoint = config.checkpoint
+    for name in ("save_hf", "backfill"):
+        if getattr(checkpoint, name) and checkpoint.hf_checkpoint is None:
+            yield _problem(
+                f"{name} {getattr(checkpoint, name)} without hf_checkpoint",
+                "the Hugging Face folder that the model comes from and whose other files go with it",
+                "hf_checkpoint",
+                name,
+            )
 
 
 def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -31,6 +31,7 @@ from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.schedule import CallItem, run_call
 from megatron_longstraw.prefix.microbatch import MicroBatch
 from megatron_longstraw.prefix.store import PrefixStore
+from megatron_longstraw.types import PromptGroup
 
 Table = dict[tuple[int, int], np.ndarray]
 """Per-token float32 values by (prompt of the batch, branch of the group)."""
@@ -73,6 +74,24 @@ def replay(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None,
     The same packing and kernels as `score`, so that log-probs of one set of weights agree to the last bit.
     """
     return _run_branches(policy, store, batch, weights=weights if weights is not None else {})
+
+
+def response_logits(policy: Policy, group: PromptGroup) -> list[np.ndarray]:
+    """float32 logits [R, vocab] of every response's tokens, on all ranks of the cell: the distributions they were
+    drawn from, at temperature 1. For comparison with other implementations; training never holds them."""
+    batch = PromptBatch([group])
+    store = capture(policy, batch, walk_back=False)
+    packs = pack_branches(batch, 1)
+    items = [_branch_item(policy, store, batch, pack, weights=None) for pack in packs]
+
+    def logits(item: CallItem, hidden: torch.Tensor) -> dict:
+        rows = policy.head.full_rows(hidden)
+        return {"logits": policy.head.logits(rows.reshape(-1, rows.shape[-1])).view(*rows.shape[:2], -1)}
+
+    outputs = run_call(policy, items, grad=False, output=logits)
+    store.release()
+    table = _branch_table(policy, batch, packs, items, outputs, "logits", (policy.config.model.vocab_size,))
+    return [table[0, index] for index in range(len(group.branches))]
 
 
 def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None) -> None:
@@ -156,11 +175,14 @@ def _branch_item(policy: Policy, store: PrefixStore, batch: PromptBatch, pack: B
     return CallItem(_params(mb), inputs, labels, local_weights)
 
 
-def _branch_table(policy, batch, packs: list[BranchPack], items: list[CallItem], outputs: list[dict], name: str) -> Table:
+def _branch_table(policy, batch, packs: list[BranchPack], items: list[CallItem], outputs: list[dict], name: str, width=()) -> Table:
     """Gather per-token results over cp and send them from the last stage to the whole cell."""
     layout = policy.layout
-    shapes = [(item.params.micro_batch.rows.local_tokens * layout.cp_size, len(pack.rows)) for item, pack in zip(items, packs)]
-    parts = [all_gather_rows(output[name], layout.groups.cp) for output in outputs]  # [S, b] each
+    shapes = [
+        (item.params.micro_batch.rows.local_tokens * layout.cp_size, len(pack.rows), *width)
+        for item, pack in zip(items, packs)
+    ]
+    parts = [all_gather_rows(output[name], layout.groups.cp) for output in outputs]  # [S, b, *width] each
     table: Table = {}
     for pack, values in zip(packs, _to_all_stages(policy, parts, shapes)):
         for row, place in enumerate(pack.rows):

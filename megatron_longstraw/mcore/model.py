@@ -54,6 +54,10 @@ def uses_transformer_engine(model: ModelConfig) -> bool:
     return model.transformer_impl != "local" and available
 
 
+def _leave(weight: torch.Tensor) -> torch.Tensor:
+    return weight
+
+
 def transformer_config(config: Config) -> TransformerConfig:
     """The TransformerConfig of a resolved configuration."""
     model, parallel = config.model, config.parallel
@@ -79,8 +83,10 @@ def transformer_config(config: Config) -> TransformerConfig:
         attention_dropout=0.0,
         attention_softmax_in_fp32=True,
         init_method_std=model.init_method_std,
-        # Weights are set by name afterwards (initialization.py); this only avoids CUDA generators.
-        use_cpu_initialization=True,
+        # Weights are set by name afterwards (weights.py), so the memory is only taken here.
+        init_method=_leave,
+        output_layer_init_method=_leave,
+        embedding_init_method=_leave,
         bf16=model.bf16,
         params_dtype=dtype,
         pipeline_dtype=dtype,

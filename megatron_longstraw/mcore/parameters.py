@@ -21,6 +21,11 @@ from megatron_longstraw.config import ModelConfig
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _HEAD = "output_layer.weight"
+_FUSED_NORMS = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+"""Transformer Engine keeps a norm inside the projection that follows it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,13 @@ class ParameterShard:
     def key(self) -> tuple:
         """Equal for replicas of the same shard."""
         return (self.name, self.rank)
+
+    @property
+    def num_unpadded_rows(self) -> int:
+        """Local rows that are not padded vocabulary."""
+        if self.partition_dim != 0 or self.gated:
+            return self.local_shape[0]
+        return min(self.local_shape[0], max(0, self.full_shape[0] - self.rank * self.local_shape[0]))
 
     def cut(self, full: Tensor) -> Tensor:
         """This rank's part of a full tensor; rows past its end (padded vocabulary) are zero."""
@@ -104,6 +116,8 @@ def _global_name(chunk: GPTModel, local_name: str) -> str:
         per_rank = chunk.config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
         return f"local_experts.{int(match[1]) + per_rank * parallel_state.get_expert_model_parallel_rank()}."
 
+    for fused, plain in _FUSED_NORMS.items():
+        local_name = local_name.replace(fused, plain)
     name = re.sub(r"layers\.(\d+)\.", layer, local_name)
     return re.sub(r"local_experts\.(\d+)\.", expert, name)
 

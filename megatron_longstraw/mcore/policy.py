@@ -9,11 +9,12 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
 from megatron_longstraw.config import Config
+from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.logprobs import ResponseHead
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parallel import Layout
-from megatron_longstraw.mcore.parameters import initialize_weights
+from megatron_longstraw.mcore.weights import set_weights
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.prefix.store import StaleStoreError
 
@@ -25,11 +26,16 @@ class Policy:
     backward has added since `zero_grad`, summed over dp-cp by `finalize_gradients`.
     """
 
-    def __init__(self, config: Config, layout: Layout):
+    def __init__(self, config: Config, layout: Layout, hf_folder: HFFolder | None = None):
+        """`hf_folder`: where the weights come from, unless --load names a checkpoint; without both they are random.
+
+        Raises:
+            ConfigError, FolderError: they do not fit the model.
+        """
         self.config, self.layout = config, layout
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)
-        initialize_weights(self.chunks, config.model, config.run.seed)
+        set_weights(self.chunks, config, hf_folder)
         for chunk in self.chunks:
             chunk.to(layout.device)
         self.megatron_config = self.chunks[0].config

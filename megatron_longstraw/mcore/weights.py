@@ -1,0 +1,24 @@
+"""Where a model's first weights come from."""
+from __future__ import annotations
+
+from megatron.core.models.gpt import GPTModel
+
+from megatron_longstraw.config import Config
+from megatron_longstraw.convert.folder import HFFolder
+from megatron_longstraw.mcore.checkpoint import load_weights
+from megatron_longstraw.mcore.hf_weights import load_hf
+from megatron_longstraw.mcore.parameters import initialize_weights
+
+
+def set_weights(chunks: list[GPTModel], config: Config, hf_folder: HFFolder | None) -> None:
+    """A Megatron checkpoint (--load), else a Hugging Face folder (--hf-checkpoint), else random by --seed.
+
+    Raises:
+        ConfigError, FolderError: the source does not fit the model.
+    """
+    if config.checkpoint.load is not None:
+        load_weights(chunks, config.model, config.checkpoint.load)
+    elif hf_folder is not None:
+        load_hf(chunks, config.model, hf_folder)
+    else:
+        initialize_weights(chunks, config.model, config.run.seed)
