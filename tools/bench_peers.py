@@ -65,6 +65,14 @@ FIELDS = {
 }
 """Fields of this project's configuration that are flags here, with their defaults."""
 
+CHILD_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "PYTHONWARNINGS": "ignore",
+}
+"""Every contender on the CPU, and nothing looked up or announced by the libraries."""
+
 
 def tool_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -200,8 +208,7 @@ def table(result: dict) -> str:
 
 
 def main() -> int:
-    # Everyone on the CPU, and nothing looked up or announced by the libraries; before any process starts.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    os.environ |= CHILD_ENVIRONMENT
     try:
         config, args = parse()
     except ConfigError as error:
