@@ -79,7 +79,8 @@ def tool_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=_positive, default=2048, metavar="P")
     parser.add_argument("--response-tokens", type=_positive, default=64, metavar="R", help="tokens of every response")
     for name, value in FIELDS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value, metavar="N", help=f"default {value}")
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
     parser.add_argument("--contenders", type=_contenders, default=list(CONTENDERS), help=f"of {','.join(CONTENDERS)}")
     parser.add_argument("--repeats", type=_positive, default=2, help="timed steps per contender")
     parser.add_argument("--json", metavar="FILE", help="write one JSON object ('-': to stdout) instead of a table")
@@ -105,11 +106,14 @@ def parse(argv: list[str] | None = None) -> tuple[Config, argparse.Namespace]:
     """The model's shape as this project's configuration, and the tool's own options.
 
     Raises:
-        ConfigError: the shape is impossible, or a contender's library is not installed.
+        ConfigError: the shape or the group is impossible, or a contender's library is not installed.
     """
     args = tool_parser().parse_args(argv)
     config = load_config(overrides={name: getattr(args, name) for name in FIELDS} | {"add_qkv_bias": True}).resolve()
     check(config, world_size=1)
+    if args.group_size < 2:
+        got = f"got group_size {args.group_size}, need at least 2"
+        raise ConfigError([f"{got}: a response alone has no advantage; change --group-size"])
     needed = {name: library for name in args.contenders if (library := CONTENDERS[name][0].library)}
     missing = [name for name, library in needed.items() if importlib.util.find_spec(library) is None]
     if missing:
@@ -157,8 +161,8 @@ def make_case(config: Config, args: argparse.Namespace, folder: str) -> Case:
     responses = rng.integers(0, vocab_size, (group_size, args.response_tokens))
     rewards = rng.normal(size=group_size)
     advantages = group_advantages(rewards, [True] * group_size).astype(np.float32)
-    prefix = config.prefix
-    options = {name: getattr(prefix, name) for name in ("prefix_chunk_tokens", "prefix_block_tokens")}
+    options = {name: getattr(args, name) for name in ("group_size", "prefix_chunk_tokens", "prefix_block_tokens")}
+    options["max_response_length"] = args.response_tokens
     return Case(folder, prompt, responses, rewards, advantages, options, torch.get_num_threads())
 
 

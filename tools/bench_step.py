@@ -185,7 +185,8 @@ class LastChunkTimer:
 
 
 def run(configs: dict[str, Config], args: argparse.Namespace) -> dict:
-    contenders = {name: (Bench, name, config, args.prompt_tokens, args.response_tokens) for name, config in configs.items()}
+    lengths = args.prompt_tokens, args.response_tokens
+    contenders = {name: (Bench, name, config, *lengths) for name, config in configs.items()}
     results, grads, timed = measure_in_turns(contenders, args.repeats)
     schedules, last_chunk = {}, {}
     for name, times in timed.items():

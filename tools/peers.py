@@ -220,7 +220,7 @@ class Longstraw(Contender):
         from megatron_longstraw.convert.folder import HFFolder
 
         super().__init__(case)
-        fields = {"hf_checkpoint": case.folder, "prefix_grad": prefix_grad, "max_response_length": case.response_ids.shape[1]}
+        fields = {"hf_checkpoint": case.folder, "prefix_grad": prefix_grad}
         self.trainer = BranchReplay(load_config(overrides=case.options | fields))
         self.folder = HFFolder(case.folder)
         branches = [Branch(ids, reward=float(reward)) for ids, reward in zip(case.response_ids, case.rewards)]

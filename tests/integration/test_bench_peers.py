@@ -98,9 +98,12 @@ def test_a_library_that_is_not_installed_is_one_line(monkeypatch):
     assert bench_peers.parse(["--contenders", "hf,exact"])[1].contenders == ["hf", "exact"]
 
 
-def test_an_impossible_shape_is_refused_before_any_process_starts():
-    with pytest.raises(ConfigError, match="num_query_groups"):
-        bench_peers.parse(["--contenders", "hf", "--num-query-groups", "3"])
+@pytest.mark.parametrize(
+    "flag, value, word", [("--num-query-groups", "3", "num_query_groups"), ("--group-size", "1", "advantage")]
+)
+def test_an_impossible_case_is_refused_before_any_process_starts(flag, value, word):
+    with pytest.raises(ConfigError, match=word):
+        bench_peers.parse(["--contenders", "hf", flag, value])
 
 
 @pytest.mark.parametrize("names", ["hf,fast", "hf,hf", ""])

@@ -128,7 +128,8 @@ def test_tools_examples_and_tests_declare_what_they_import(required, extras):
     for folder in ("tools", "examples", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             for name, always in third_party_imports(path, own):
-                assert name in declared or (not always and name in extras["peers"]), f"{path.relative_to(ROOT)} imports {name}"
+                optional = not always and name in extras["peers"]
+                assert name in declared or optional, f"{path.relative_to(ROOT)} imports {name}"
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.relative_to(ROOT).as_posix())
