@@ -13,10 +13,10 @@
 
 A random Qwen2 model is saved in Hugging Face format and read by everyone (float32, CPU). Every contender runs in a
 process of its own with the same number of threads. Peak bytes and gradients come from one untimed step, seconds are
-minima over --repeats steps in which the contenders take turns. Peak bytes are what the step allocates above weights
-and gradients, counted by allocation (allocation_tracker.py). The error is the worst parameter's ||dg|| / ||g||
-against `hf`; the JSON has every parameter's. What is timed is forward and backward of one whole group: no
-generation, no optimizer.
+minima over --repeats steps in which the contenders take turns ("cpu s": processor seconds of all threads, which a busy
+machine disturbs less). Peak bytes are what the step allocates above weights and gradients, counted by allocation
+(allocation_tracker.py). The error is the worst parameter's ||dg|| / ||g|| against `hf`; the JSON has every
+parameter's. What is timed is forward and backward of one whole group: no generation, no optimizer.
 """
 from __future__ import annotations
 
@@ -186,10 +186,10 @@ def run(config: Config, args: argparse.Namespace) -> dict:
             "worst_param": errors and max(errors, key=errors.get),
             "param_rel_err": errors,
         }
-    return {"contenders": results, "config": describe(config, args)}
+    return {"contenders": results, "config": describe(args)}
 
 
-def describe(config: Config, args: argparse.Namespace) -> dict:
+def describe(args: argparse.Namespace) -> dict:
     names = ("torch", "transformers", "megatron-core", "trl", "prefix-grouper")
     installed = {dist.name.lower().replace("_", "-"): dist.version for dist in metadata.distributions()}
     return {
@@ -203,11 +203,11 @@ def describe(config: Config, args: argparse.Namespace) -> dict:
 
 
 def table(result: dict) -> str:
-    lines = [f"{'contender':25} {'seconds':>9} {'peak MiB':>9} {'error':>9}  worst parameter"]
+    lines = [f"{'contender':25} {'seconds':>9} {'cpu s':>9} {'peak MiB':>9} {'error':>9}  worst parameter"]
     for name, cost in result["contenders"].items():
         error = "-" if cost["worst_param"] is None else f"{cost['worst_param_rel_err']:.1e}"
         peak = cost["peak_bytes"] / 2**20
-        lines.append(f"{name:25} {cost['total_s']:9.2f} {peak:9.1f} {error:>9}  {cost['worst_param'] or ''}")
+        lines.append(f"{name:25} {cost['total_s']:9.2f} {cost['cpu_s']:9.2f} {peak:9.1f} {error:>9}  {cost['worst_param'] or ''}")
     return "\n".join(lines)
 
 
