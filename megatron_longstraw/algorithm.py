@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
+from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
 from megatron_longstraw.mcore.packing import batch_prompts
@@ -29,6 +30,7 @@ from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.rollout.scoring import Scorer, given_report, rollout_metrics
 from megatron_longstraw.rollout.generate import generate
+from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.types import PromptGroup
 
 
@@ -54,6 +56,8 @@ class RLStep:
         scorer: None when groups come with their responses and rewards, which are trained on as they are.
         save: called with (step, the global batch of which this rank's groups have their scored responses) before the
             first update, so that what an update fails on is there to be looked at.
+        finished: keeps responses on the disk as they come; None: they are lost when the step does not end.
+        stop: looked at between calls; None: a step always runs to its end.
     """
 
     def __init__(
@@ -62,8 +66,11 @@ class RLStep:
         optimizer: PolicyOptimizer,
         scorer: Scorer | None,
         save: Callable[[int, list[PromptGroup]], None] | None = None,
+        finished: FinishedGroups | None = None,
+        stop: StopRequest | None = None,
     ):
         self.policy, self.optimizer, self.scorer, self.save = policy, optimizer, scorer, save
+        self.finished, self.stop = finished, stop
         algorithm = policy.config.algorithm
         self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 
@@ -72,8 +79,11 @@ class RLStep:
 
         Raises:
             ValueError: responses are to be given, and a group has none.
+            Interrupted: a stop was asked for before the first update; the weights are those of the step's start.
         """
         algorithm = self.policy.config.algorithm
+        if self.finished is not None and self.scorer is not None:
+            self.finished.begin(step)
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
@@ -107,9 +117,10 @@ class RLStep:
         kept_bytes = 0
         for number, work in enumerate(minibatches):
             for item in work:
+                self.stop_if_asked()
                 store = capture(self.policy, item.batch, walk_back=number == 0)
                 if self.scorer is not None:
-                    generate(self.policy, store, item.batch, step=step)
+                    self._sample(step, store, item.batch)
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
@@ -117,6 +128,26 @@ class RLStep:
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
                     store.release()
+
+    def _sample(self, step: int, store: PrefixStore | None, batch: PromptBatch | None) -> None:
+        kept = self.finished is not None and self.finished.load(step, batch)
+        # Expert-parallel peers need a partner in their decoding steps, whether or not this rank has something to do.
+        generate(self.policy, store, None if kept else batch, step=step)
+        if self.finished is not None and not kept:
+            self.finished.keep(step, batch)
+
+    def stop_if_asked(self) -> None:
+        """Between calls, by all ranks at once.
+
+        Raises:
+            Interrupted: any rank was asked to stop.
+        """
+        if self.stop is None:
+            return
+        asked = torch.tensor(float(self.stop.received is not None), device=self.policy.layout.device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked:
+            raise Interrupted("asked to stop")
 
     def _score(self, own: list[PromptGroup]) -> MetricSums:
         if self.scorer is not None:
@@ -140,7 +171,9 @@ class RLStep:
         if not has_signal(self.policy, work):
             report.skipped.append("no signal")
             return
-        metrics = accumulate_gradients(self.policy, work, self.objective)
+        # After an update the weights are in between two steps, and only the step's end is a place to stop.
+        between_calls = self.stop_if_asked if report.updates == 0 else None
+        metrics = accumulate_gradients(self.policy, work, self.objective, between_calls)
         report.metrics = report.metrics + metrics
         report.updated += [group for item in work if item.batch for group in item.batch.groups]
         if not gradients_finite(self.policy):

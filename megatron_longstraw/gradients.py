@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Callable
 
 import numpy as np
 import torch
@@ -47,32 +48,47 @@ class Work:
         return {place: branch.loss_mask * (place in self.advantages) for place, branch in self.branches()}
 
 
-def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective) -> MetricSums:
+def accumulate_gradients(
+    policy: Policy, work: list[Work], objective: Objective, between_calls: Callable[[], None] | None = None
+) -> MetricSums:
     """Add the gradient of the objective over all work of all ranks to `main_grad` and sum it over ranks, once.
+
+    Args:
+        between_calls: called between the calls, on all ranks; what it raises ends the update.
 
     Returns the metrics of this rank's share (add those of the data-parallel ranks).
     """
+    between_calls = between_calls or _nothing
     check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
     policy.zero_grad()
     for item in work:
+        between_calls()
         weigh = _TokenWeights(objective, item, totals)
         if policy.config.prefix.schedule == "full":
             logprobs, entropy = _full_update(policy, item, weigh)
         else:
-            logprobs, entropy = _branch_update(policy, item, weigh)
+            logprobs, entropy = _branch_update(policy, item, weigh, between_calls)
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics
 
 
-def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
+def _nothing() -> None:
+    pass
+
+
+def _branch_update(
+    policy: Policy, item: Work, weigh: _TokenWeights, between_calls: Callable[[], None]
+) -> tuple[Table, Table]:
     store = item.store or capture(policy, item.batch)
     item.store = None
+    between_calls()
     if item.old_logprobs is not None:
         weigh.at(score(policy, store, item.batch)[0])
     logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
+    between_calls()
     prefix_backward(policy, store, item.batch)
     if store is not None:
         store.release()

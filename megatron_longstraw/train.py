@@ -19,6 +19,7 @@ from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 from megatron_longstraw.data.task import Task, check_prompts
+from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
@@ -28,6 +29,7 @@ from megatron_longstraw.metering import Meter
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.rewards.loading import RewardError, load_function
 from megatron_longstraw.rollout.files import RolloutSaver
+from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
@@ -57,6 +59,7 @@ def train(
     optimizer: PolicyOptimizer | None = None,
     state: TrainingState | None = None,
     progress: Progress | None = None,
+    stop: StopRequest | None = None,
 ) -> RunSummary:
     """Run RL steps on a policy until `train_iters` are done. With `--rollout-file`, `task` is its reader.
 
@@ -64,6 +67,10 @@ def train(
         optimizer: None: a new one.
         state: writes the checkpoints that --save asks for; None: none are written.
         progress: the steps that are done already.
+        stop: says when to stop ahead of time.
+
+    Raises:
+        Interrupted: it was asked to stop, and has written a checkpoint where --save asks for any.
     """
     config = policy.config
     optimizer, progress = optimizer or PolicyOptimizer(policy), progress or Progress()
@@ -72,28 +79,33 @@ def train(
         scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
         path = log.folder / "rollouts.jsonl"
         save = RolloutSaver(policy.layout, path, progress.steps) if config.data.save_rollouts else None
-    rl_step = RLStep(policy, optimizer, scorer, save)
+    finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
+    rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
     total, tokens_dense, rewards = Meter(), 0, list(log.rewards)
-    for step in range(progress.steps, config.run.train_iters):
-        begin = time.perf_counter()
-        policy.meter.reset()
-        groups = task.prompts(step, config.algorithm.train_batch_size)
-        check_prompts(groups, config.model.vocab_size, config.rollout)
-        report = rl_step.run(step, groups)
-        metrics = step_metrics(policy, report, time.perf_counter() - begin)
-        tokens_dense += int(metrics["prefix/tokens_dense"])
-        rewards.append(metrics["critic/score/mean"])
-        for name, cost in policy.meter.costs.items():
-            total.costs[name].seconds += cost.seconds
-            total.costs[name].tokens += cost.tokens
-        log.step(step, metrics, report.skipped)
-        progress.steps = step + 1
-        progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if "not finite" in report.skipped else 0
-        _stop_if_nonfinite(config, step, progress.nonfinite_in_a_row)
+    try:
+        for step in range(progress.steps, config.run.train_iters):
+            begin = time.perf_counter()
+            policy.meter.reset()
+            groups = task.prompts(step, config.algorithm.train_batch_size)
+            check_prompts(groups, config.model.vocab_size, config.rollout)
+            report = rl_step.run(step, groups)
+            metrics = step_metrics(policy, report, time.perf_counter() - begin)
+            tokens_dense += int(metrics["prefix/tokens_dense"])
+            rewards.append(metrics["critic/score/mean"])
+            for name, cost in policy.meter.costs.items():
+                total.costs[name].seconds += cost.seconds
+                total.costs[name].tokens += cost.tokens
+            log.step(step, metrics, report.skipped)
+            progress.steps = step + 1
+            progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if "not finite" in report.skipped else 0
+            _stop_if_nonfinite(config, step, progress.nonfinite_in_a_row)
+            if state is not None:
+                state.after_step(progress)
+            rl_step.stop_if_asked()
+    except Interrupted:
         if state is not None:
-            state.poll()
-            if state.due(progress.steps):
-                state.save(progress)
+            state.save_unless_saved(progress)
+        raise
     if state is not None:
         state.finish_writing()
     calls = {name: (cost.seconds, cost.tokens) for name, cost in total.costs.items()}
@@ -185,6 +197,8 @@ def run(config: Config) -> RunSummary:
     optimizer = PolicyOptimizer(policy)
     state = TrainingState(policy, optimizer)
     progress = state.restore(start)
+    stop = StopRequest()
+    stop.listen()
     log = RunLog(config, active=dist.get_rank() == 0, steps_done=progress.steps)
     try:
         for warning in folder.warnings if folder else ():
@@ -193,7 +207,7 @@ def run(config: Config) -> RunSummary:
         log.say(f"prompts    {describe(source)}")
         for note in start.notes:
             log.say(f"checkpoint {note}")
-        summary = train(policy, source, log, optimizer, state, progress)
+        summary = train(policy, source, log, optimizer, state, progress, stop)
         print_summary(log, config, summary)
         if config.checkpoint.save_hf is not None:
             for note in save_hf(policy.chunks, config.model, folder, config.checkpoint.save_hf):
@@ -205,10 +219,13 @@ def run(config: Config) -> RunSummary:
 
 
 def exit_status(body: Callable[[], object]) -> int:
-    """Run a program's body: 0, or 1 with one line on the screen for what a user can mend (anything else is a bug and
+    """Run a program's body: 0 (also where it stopped on request), or 1 with one line on the screen for what a user can mend (anything else is a bug and
     keeps its traceback). Leaves the process group either way."""
     try:
         body()
+    except Interrupted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"stopped: {stop}; the same command goes on from the checkpoint", flush=True)
     except (ValueError, RewardError, TrainingStopped, CheckpointError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"{type(error).__name__}: {error}", file=sys.stderr)

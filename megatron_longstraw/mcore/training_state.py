@@ -85,6 +85,8 @@ class TrainingState:
         self.policy, self.optimizer = policy, optimizer
         self.options = policy.config.checkpoint
         self._queue = AsyncCallsQueue() if self.options.async_save else None
+        self._saved_steps: int | None = None
+        """Of the newest checkpoint."""
 
     # -- going on --------------------------------------------------------------------------------------------
 
@@ -110,16 +112,28 @@ class TrainingState:
         start.notes.append(f"goes on after step {loaded['progress']['steps']} from {path}")
         changes = changed_settings(load_toml(loaded["config"]), self.policy.config)
         start.notes += [f"changed since then: {line}" for line in changes]
+        self._saved_steps = loaded["progress"]["steps"]
         return Progress(**loaded["progress"])
 
     # -- saving ----------------------------------------------------------------------------------------------
 
-    def due(self, steps: int) -> bool:
-        """Whether a checkpoint follows the step that made it `steps`."""
+    def after_step(self, progress: Progress) -> None:
+        """Name what the background has written, and save if it is time for it; a call of all ranks."""
         if self.options.save is None:
-            return False
-        last = steps == self.policy.config.run.train_iters
-        return last or (self.options.save_interval is not None and steps % self.options.save_interval == 0)
+            return
+        if self._queue is not None and self._queue.get_num_unfinalized_calls():
+            with _NamedFailure(Path(self.options.save), None):
+                if self._queue.maybe_finalize_async_calls(blocking=False):
+                    self._prune()
+        last = progress.steps == self.policy.config.run.train_iters
+        if last or (self.options.save_interval is not None and progress.steps % self.options.save_interval == 0):
+            self.save(progress)
+
+    def save_unless_saved(self, progress: Progress) -> None:
+        """Save now, wherever --save asks for checkpoints, and wait for it; a call of all ranks."""
+        if self.options.save is not None and self._saved_steps != progress.steps:
+            self.save(progress)
+        self.finish_writing()
 
     def save(self, progress: Progress) -> None:
         """Write a checkpoint; a call of all ranks. In the background with --async-save, one at a time.
@@ -128,6 +142,7 @@ class TrainingState:
             CheckpointError: the folder is gone, full or not to be written; what was saved before is as it was.
         """
         self.finish_writing()
+        self._saved_steps = progress.steps
         folder, steps = Path(self.options.save), progress.steps
         model = model_state(self.policy.chunks)
         state = {
@@ -139,24 +154,17 @@ class TrainingState:
             **model,
             **self.optimizer.state(model, state_metadata(), loading=False),
         }
-        with self._failures_named(steps):
+        with _NamedFailure(folder, steps):
             request = write(state, folder, steps, {"steps": steps}, in_background=self._queue is not None)
         if request is None:
             self._prune()
         else:
             self._queue.schedule_async_request(request)
 
-    def poll(self) -> None:
-        """Name a checkpoint that the background has finished; a call of all ranks."""
-        if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with self._failures_named(None):
-                if self._queue.maybe_finalize_async_calls(blocking=False):
-                    self._prune()
-
     def finish_writing(self) -> None:
         """Wait for the background; a call of all ranks."""
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with self._failures_named(None):
+            with _NamedFailure(Path(self.options.save), None):
                 self._queue.maybe_finalize_async_calls(blocking=True)
             self._prune()
 
@@ -166,9 +174,6 @@ class TrainingState:
                 Path(self.options.save), self.options.max_ckpt_to_keep, self.options.save_retain_interval
             )
         dist.barrier()
-
-    def _failures_named(self, steps: int | None):
-        return _NamedFailure(Path(self.options.save), steps)
 
 
 class _NamedFailure:
