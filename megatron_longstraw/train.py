@@ -15,6 +15,7 @@ from typing import Callable
 import numpy as np
 import torch.distributed as dist
 
+from megatron_longstraw.agreement import check_ranks_agree
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
@@ -33,6 +34,7 @@ from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
+from megatron_longstraw.watchdog import Watchdog
 
 
 class TrainingStopped(RuntimeError):
@@ -82,9 +84,11 @@ def train(
     finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
     rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
     total, tokens_dense, rewards = Meter(), 0, list(log.rewards)
+    policy.watchdog = watchdog = Watchdog(60.0 * config.parallel.distributed_timeout_minutes)
     try:
         for step in range(progress.steps, config.run.train_iters):
             begin = time.perf_counter()
+            watchdog.alive()
             policy.meter.reset()
             groups = task.prompts(step, config.algorithm.train_batch_size)
             check_prompts(groups, config.model.vocab_size, config.rollout)
@@ -106,6 +110,8 @@ def train(
         if state is not None:
             state.save_unless_saved(progress)
         raise
+    finally:
+        watchdog.stop()
     if state is not None:
         state.finish_writing()
     calls = {name: (cost.seconds, cost.tokens) for name, cost in total.costs.items()}
@@ -191,7 +197,9 @@ def run(config: Config) -> RunSummary:
     task = None if make_task is None else make_task(config)
     config = with_stop_ids(config, task)
     source = training_source(config, task)
-    check_prompts(source.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
+    first = source.prompts(0, config.algorithm.train_batch_size)
+    check_prompts(first, config.model.vocab_size, config.rollout)
+    check_ranks_agree(config, first)
     start = find_start(config.checkpoint)
     policy = Policy(config, layout, folder, start.checkpoint)
     optimizer = PolicyOptimizer(policy)

@@ -18,6 +18,7 @@ from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.mcore.weights import set_weights
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.prefix.store import StaleStoreError
+from megatron_longstraw.watchdog import Watchdog
 
 
 class Policy:
@@ -53,6 +54,8 @@ class Policy:
                 layout.groups.tp,
             )
         self.meter = Meter()
+        self.watchdog: Watchdog | None = None
+        """Told of every micro-batch, if there is one."""
         self._steps = 0
         self._checksum = self.checksum()
 

@@ -13,11 +13,11 @@ import pytest
 NAME = "megatron_longstraw"
 PACKAGE = Path(__file__).parents[2] / NAME
 
-BASE = ("config", "types", "metering", "interruption")
+BASE = ("config", "types", "metering", "interruption", "watchdog")
 """Import nothing of the package."""
 SPINE = ("attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "sources", "api", "train")
 """Each may import those before it, and BASE."""
-LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log")
+LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log", "agreement")
 """Import BASE only; used from rollout on (convert: from mcore on)."""
 LEAF_USERS = {leaf: SPINE[SPINE.index("rollout") :] for leaf in LEAVES} | {"convert": SPINE[SPINE.index("mcore") :]}
 WITHOUT_TORCH = ("config", "types", "planner")
