@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.rewards.loading import RewardError, load_function
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
+from megatron_longstraw.user_errors import report
 
 
 class TrainingStopped(RuntimeError):
@@ -212,8 +212,7 @@ def exit_status(body: Callable[[], object]) -> int:
     try:
         body()
     except (ValueError, RewardError, TrainingStopped) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        report(error)
         return 1
     finally:
         if dist.is_initialized():

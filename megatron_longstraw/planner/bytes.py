@@ -223,9 +223,9 @@ def _activation_bytes(config: Config) -> int:
 def _microbatch_rows(config: Config) -> int:
     """Rows per rank of the largest micro-batch."""
     prefix, rollout = config.prefix, config.rollout
-    prompt_tokens, response_tokens = rollout.max_prompt_length or 1, rollout.max_response_length
+    longest, response_tokens = rollout.max_prompt_length, rollout.max_response_length
     if prefix.schedule == "full":
-        return _rows(config, prompt_tokens + response_tokens)
-    chunk = _rows(config, min(prefix.prefix_chunk_tokens, prompt_tokens))
+        return _rows(config, (longest or 1) + response_tokens)
+    chunk = _rows(config, min(prefix.prefix_chunk_tokens, longest or prefix.prefix_chunk_tokens))
     branches = min(prefix.branches_per_microbatch, rollout.group_size) * _rows(config, response_tokens)
     return _prompts_per_capture(config) * max(chunk, branches)

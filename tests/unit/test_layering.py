@@ -13,14 +13,14 @@ import pytest
 NAME = "megatron_longstraw"
 PACKAGE = Path(__file__).parents[2] / NAME
 
-BASE = ("config", "types", "metering")
+BASE = ("config", "types", "metering", "user_errors")
 """Import nothing of the package."""
-SPINE = ("attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "api", "train")
+SPINE = ("attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "api", "train", "launch")
 """Each may import those before it, and BASE."""
-LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log")
+LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log", "slurm", "doctor")
 """Import BASE only; used from rollout on (convert: from mcore on)."""
 LEAF_USERS = {leaf: SPINE[SPINE.index("rollout") :] for leaf in LEAVES} | {"convert": SPINE[SPINE.index("mcore") :]}
-WITHOUT_TORCH = ("config", "types", "planner")
+WITHOUT_TORCH = ("config", "types", "planner", "slurm", "user_errors")
 FORBIDDEN = ("megatron.training", "apex")
 """megatron.training is not in the wheel; apex needs a CUDA build."""
 MAY_CATCH_EVERYTHING = ("rewards/loading.py", "data/tokenizers.py")
