@@ -43,7 +43,7 @@ def start(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> list
     dry_run = options.dry_run or environ.get("DRY_RUN", "0") not in ("", "0")
     if options.world_size is not None and not dry_run:
         raise ConfigError([f"got --world-size {options.world_size} without --dry-run, which alone can plan for other machines"])
-    ranks_here = 0 if is_rank or options.world_size else _ranks_here(options.nproc_per_node, check_gpus=not dry_run)
+    ranks_here = 0 if is_rank or options.world_size else _ranks_here(options.nproc_per_node, dry_run)
     world_size = options.world_size or _world_size(environ, options, ranks_here, is_rank)
     if not config.given & set(LAYOUT):
         flags += ["--context-parallel-size", str(world_size)]
@@ -84,16 +84,18 @@ def _all_flags(own: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _ranks_here(given: int | None, check_gpus: bool) -> int:
+def _ranks_here(given: int | None, dry_run: bool) -> int:
     if given is not None and given < 1:
         raise ConfigError([f"got --nproc-per-node {given}, need at least 1"])
-    if given is not None and not check_gpus:
+    if given is not None and dry_run:
         return given
     import torch
 
     gpus = torch.cuda.device_count()
     if given is not None and gpus and given > gpus:
         raise ConfigError([f"got --nproc-per-node {given} on a machine with {gpus} GPUs, need at most that"])
+    if not gpus and not dry_run:
+        print(f"no GPU found: {given or CPU_RANKS} ranks on the CPU", flush=True)
     return given or gpus or CPU_RANKS
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from megatron_longstraw.config import Config, ModelConfig
 
 FLOAT32 = 4
+GIB = 2**30
 
 
 @dataclass(frozen=True)

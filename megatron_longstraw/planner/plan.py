@@ -40,7 +40,7 @@ def _layout(config: Config, world_size: int):
     short = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
     layout = " x ".join(f"{name}{sizes[group]}" for name, group in short.items() if sizes[group] > 1) or "no parallelism"
     layout += " + sp" if config.parallel.sequence_parallel else ""
-    yield "layout", f"{layout} on {world_size} rank{'s' if world_size > 1 else ''}"
+    yield "layout", f"{layout} on {_count(world_size, 'rank')}"
     yield "model", (
         f"{total_parameters(model):,} parameters, {model.num_layers} layers, {'bfloat16' if model.bf16 else 'float32'}; "
         f"vocabulary {model.vocab_size:,}, padded {model.padded_vocab_size(sizes['tensor']):,}"
@@ -51,7 +51,7 @@ def _layout(config: Config, world_size: int):
 def _tokens(config: Config):
     rollout, prompts = config.rollout, config.algorithm.train_batch_size
     responses = prompts * rollout.group_size
-    shape = f"{prompts} prompts x {rollout.group_size} responses a step"
+    shape = f"{_count(prompts, 'prompt')} x {rollout.group_size} responses a step"
     response_tokens = f"{responses * rollout.max_response_length:,} of responses"
     longest = rollout.max_prompt_length
     if longest is None:
@@ -60,7 +60,7 @@ def _tokens(config: Config):
     cp, chunk = config.parallel.context_parallel_size, config.prefix.prefix_chunk_tokens
     yield "tokens", f"{shape}: at most {prompts * longest:,} of prompts and {response_tokens}"
     yield "", (
-        f"longest prompt {longest:,} in {-(-(longest - 1) // chunk)} chunks of {chunk:,} ({-(-longest // cp):,} a rank), "
+        f"longest prompt {longest:,} in {_count(-(-(longest - 1) // chunk), 'chunk')} of {chunk:,} ({-(-longest // cp):,} a rank), "
         f"longest response {rollout.max_response_length:,}"
     )
 
@@ -73,6 +73,10 @@ def _bytes(config: Config, world_size: int):
         yield "", f"{name:<14}{num_bytes:>18,}{_rounded(num_bytes):>12}  {note}"
     if config.rollout.max_prompt_length is None:
         yield "", f"and {_bytes_per_prompt_token(config):,} for each prompt token"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _rounded(num_bytes: int) -> str:

@@ -105,10 +105,10 @@ def test_the_package_keeps_its_layers():
     assert violations(PACKAGE) == []
 
 
-def test_config_and_types_load_without_torch():
+def test_config_planner_and_launch_load_without_torch():
     """The planner, --help and config errors must answer at once, on machines without torch too."""
     code = (
-        f"import sys, {NAME}.config, {NAME}.types\n"
+        f"import sys, {NAME}.config, {NAME}.types, {NAME}.planner.plan, {NAME}.launch, {NAME}.doctor\n"
         "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
