@@ -65,6 +65,8 @@ else
     python="$venv_python"
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Megatron's advice for tensor and sequence parallelism: kernels then start in the order they were issued.
+export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
 # What Megatron-Core and torch.distributed say on every rank about Transformer Engine and names of their own.
 quiet="ignore::FutureWarning,ignore::DeprecationWarning,ignore:full scope is deprecated"
 quiet+=",ignore:Transformer Engine and Apex are not installed,ignore:Apex is not installed"

@@ -104,25 +104,25 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
     """Of a rank of this pipeline stage; `rollout.max_prompt_length` None counts as one token (no prefix)."""
     config = config.resolve()
     parameters, element = parameters_of_rank(config, stage), _element_bytes(config)
-    prefix = prefix_bytes(config)
+    prefix = prefix_bytes(config, world_size)
     return RankBytes(
         weights=parameters.total * element,
         gradients=parameters.total * FLOAT32,
         optimizer=_optimizer_bytes(config, world_size, parameters),
         **prefix,
-        sampling_kv=_sampling_bytes(config),
+        sampling_kv=_sampling_bytes(config, world_size),
         captures=_num_captures(config, world_size, prefix["prefix_kv"] + prefix["prefix_attention"]),
-        activations=_activation_bytes(config),
+        activations=_activation_bytes(config, world_size),
     )
 
 
-def prefix_bytes(config: Config) -> dict[str, int]:
+def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
     """The prefix part of `RankBytes`: one capture of `prompts_per_microbatch` longest prompts."""
     config = config.resolve()
     model, prefix = config.model, config.prefix
     sizes = _chunk_sizes(config)
     walked_back = sizes[len(sizes) - prefix.num_chunks_walked_back(len(sizes)) :]
-    prompts, element = _prompts_per_capture(config), _element_bytes(config)
+    prompts, element = _prompts_per_capture(config, world_size), _element_bytes(config)
     per_token = prompts * _kv_elements(config)
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     per_row = prompts * _layers(config) * heads * (model.kv_channels * element + FLOAT32)
@@ -172,8 +172,13 @@ def _replicas(config: Config, world_size: int) -> int:
     return world_size // (sizes[0] * sizes[1] * sizes[2])
 
 
-def _prompts_per_capture(config: Config) -> int:
-    return min(config.prefix.prompts_per_microbatch, config.algorithm.ppo_mini_batch_size)
+def _prompts_of_update(config: Config, world_size: int) -> int:
+    """Of one replica."""
+    return -(-config.algorithm.ppo_mini_batch_size // _replicas(config, world_size))
+
+
+def _prompts_per_capture(config: Config, world_size: int) -> int:
+    return min(config.prefix.prompts_per_microbatch, _prompts_of_update(config, world_size))
 
 
 def _optimizer_bytes(config: Config, world_size: int, parameters: Parameters) -> int:
@@ -188,45 +193,56 @@ def _optimizer_bytes(config: Config, world_size: int, parameters: Parameters) ->
 
 
 def _num_captures(config: Config, world_size: int, capture_bytes: int) -> int:
-    prompts = -(-config.algorithm.ppo_mini_batch_size // _replicas(config, world_size))
-    batches = -(-prompts // config.prefix.prompts_per_microbatch)
+    batches = -(-_prompts_of_update(config, world_size) // config.prefix.prompts_per_microbatch)
     budget = config.prefix.prefix_state_budget
     if budget is None or not capture_bytes:
         return batches
     return min(batches, budget // capture_bytes + 1)
 
 
-def _sampling_bytes(config: Config) -> int:
+def _sampling_bytes(config: Config, world_size: int) -> int:
     rollout = config.rollout
-    branches = _prompts_per_capture(config) * -(-rollout.group_size // config.parallel.context_parallel_size)
+    branches = _prompts_per_capture(config, world_size) * -(-rollout.group_size // config.parallel.context_parallel_size)
     return branches * rollout.max_response_length * _kv_elements(config) * _element_bytes(config)
 
 
-def _activation_bytes(config: Config) -> int:
-    """Inputs of every layer and the inside of one under full recompute, else the inside of every layer; the gathered
-    queries, outputs and gradients of one attention; logits and their gradient of one chunk of the head."""
-    model, parallel, element = config.model, config.parallel, _element_bytes(config)
+def _activation_bytes(config: Config, world_size: int) -> int:
+    """Of the largest micro-batch: what its layers keep for backward (their inputs under full recompute) and one layer
+    more, the gathered rows of one attention, and one chunk of the head with its gradient."""
+    parallel, prefix = config.parallel, config.prefix
+    inside, layers, element = _inside_layer(config), _layers(config), _element_bytes(config)
+    hidden = config.model.hidden_size / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    of_layer = inside if parallel.recompute_granularity is None else element * hidden
+    kept = layers * of_layer * parallel.pipeline_model_parallel_size + inside
+    tp = parallel.tensor_model_parallel_size
+    queries = config.model.num_attention_heads * config.model.kv_channels / tp
+    attention = parallel.context_parallel_size * queries * (3 * element + 2 * FLOAT32)
+    chunk_rows, response_rows = _microbatch_rows(config, world_size)
+    of_chunk = chunk_rows * ((inside if prefix.prefix_grad == "frozen" else kept) + attention)
+    head_rows = min(prefix.log_probs_chunk_size, response_rows * parallel.context_parallel_size)
+    head = 2 * FLOAT32 * head_rows * config.model.padded_vocab_size(tp) // tp
+    return int(max(of_chunk, response_rows * (kept + attention))) + head
+
+
+def _inside_layer(config: Config) -> float:
+    """Bytes per row that one layer keeps for its backward."""
+    model, parallel = config.model, config.parallel
     tp = parallel.tensor_model_parallel_size
     hidden = model.hidden_size / (tp if parallel.sequence_parallel else 1)
     queries, keys = (count * model.kv_channels / tp for count in (model.num_attention_heads, model.num_query_groups))
     ffn = model.ffn_hidden_size / tp
     if model.num_experts is not None:
         ffn = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0) / tp
-    inside = element * (4 * hidden + 2 * queries + 2 * keys + 3 * ffn)
-    layers, recompute = _layers(config), parallel.recompute_granularity is not None
-    saved = layers * element * hidden + inside if recompute else layers * inside
-    attention = parallel.context_parallel_size * queries * (3 * element + 2 * FLOAT32)
-    in_flight = parallel.pipeline_model_parallel_size
-    logits = 2 * FLOAT32 * config.prefix.log_probs_chunk_size * model.padded_vocab_size(tp) // tp
-    return int(_microbatch_rows(config) * (saved * in_flight + attention)) + logits
+    return _element_bytes(config) * (4 * hidden + 3 * queries + 3 * keys + 4 * ffn)
 
 
-def _microbatch_rows(config: Config) -> int:
-    """Rows per rank of the largest micro-batch."""
+def _microbatch_rows(config: Config, world_size: int) -> tuple[int, int]:
+    """Rows per rank of a chunk, and of a pack of responses (of whole sequences under --schedule full)."""
     prefix, rollout = config.prefix, config.rollout
     longest, response_tokens = rollout.max_prompt_length, rollout.max_response_length
     if prefix.schedule == "full":
-        return _rows(config, (longest or 1) + response_tokens)
+        return 0, _rows(config, (longest or 1) + response_tokens)
     chunk = _rows(config, min(prefix.prefix_chunk_tokens, longest or prefix.prefix_chunk_tokens))
-    branches = min(prefix.branches_per_microbatch, rollout.group_size) * _rows(config, response_tokens)
-    return _prompts_per_capture(config) * max(chunk, branches)
+    responses = min(prefix.branches_per_microbatch, rollout.group_size) * _rows(config, response_tokens)
+    prompts = _prompts_per_capture(config, world_size)
+    return prompts * chunk, prompts * responses

@@ -12,7 +12,7 @@ from .launch import run_ranks
 
 PROMPT_TOKENS = 71
 BASE = dict(
-    max_prompt_length=PROMPT_TOKENS, prompts_per_microbatch=2, train_batch_size=4, group_size=3, num_layers=4, kv_channels=16
+    max_prompt_length=PROMPT_TOKENS, prompts_per_microbatch=2, train_batch_size=8, group_size=3, num_layers=4, kv_channels=16
 )
 MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=24, moe_shared_expert_intermediate_size=32)
 LAYOUTS = {
