@@ -111,10 +111,8 @@ def _gpus(torch) -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         free_bytes, total_bytes = torch.cuda.mem_get_info(index)
-        yield Finding(
-            f"gpu {index}",
-            f"{facts.name}, sm_{facts.major}{facts.minor}, {total_bytes / GIB:.1f} GiB, {free_bytes / GIB:.1f} GiB free",
-        )
+        memory = f"{total_bytes / GIB:.1f} GiB, {free_bytes / GIB:.1f} GiB free"
+        yield Finding(f"gpu {index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {memory}")
 
 
 def _nvidia_driver() -> bool:
@@ -124,7 +122,7 @@ def _nvidia_driver() -> bool:
 def _communication(torch) -> Finding:
     dist = torch.distributed
     if not dist.is_available():
-        return Finding("between ranks", "torch.distributed is not in this build of torch", f"nothing runs; {INSTALL}", True)
+        return Finding("between ranks", "not in this build of torch", f"nothing runs; {INSTALL}", True)
     cuda = torch.cuda.is_available()
     present = []
     if cuda and dist.is_nccl_available():
@@ -161,15 +159,16 @@ def _flash_attention() -> Finding:
 
 def _apex() -> Finding:
     """NVIDIA's has apex/multi_tensor_apply; the project of that name on PyPI is a toolkit for Pyramid web servers."""
+    cost = "nothing is lost: Megatron-Core falls back to PyTorch; NVIDIA's is built from its source repository"
     spec = importlib.util.find_spec("apex")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     if not folders:
-        return Finding("apex", "missing", "nothing is lost: Megatron-Core falls back to PyTorch; NVIDIA builds it from source only")
+        return Finding("apex", "missing", cost)
     if not any((folder / "multi_tensor_apply").is_dir() for folder in folders):
         what = f"the wrong one in {folders[0]}: PyPI's apex is an authentication toolkit for Pyramid, not NVIDIA's"
         return Finding("apex", what, "Megatron-Core may stumble over it: pip uninstall apex")
     if importlib.util.find_spec("amp_C") is None:
-        return Finding("apex", "NVIDIA's, without its CUDA extensions", "nothing is lost: Megatron-Core falls back to PyTorch")
+        return Finding("apex", "NVIDIA's, without its CUDA extensions", cost)
     return Finding("apex", "NVIDIA's, with its CUDA extensions")
 
 

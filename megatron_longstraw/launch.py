@@ -38,80 +38,80 @@ def start(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> list
     is_rank = "RANK" in environ and "WORLD_SIZE" in environ
     own = _own_flags(is_rank)
     options, flags = own.parse_known_args(argv)
+    options.dry_run |= environ.get("DRY_RUN", "0") not in ("", "0")
     # Parsed again with all flags known, which is what finds unknown ones and prints --help.
     config, _ = parse_args(argv, extra=_all_flags(own))
-    dry_run = options.dry_run or environ.get("DRY_RUN", "0") not in ("", "0")
-    if options.world_size is not None and not dry_run:
-        raise ConfigError([f"got --world-size {options.world_size} without --dry-run, which alone can plan for other machines"])
-    ranks_here = 0 if is_rank or options.world_size else _ranks_here(options.nproc_per_node, dry_run)
-    world_size = options.world_size or _world_size(environ, options, ranks_here, is_rank)
+    ranks_here, world_size = _count_ranks(options, environ, is_rank)
     if not config.given & set(LAYOUT):
         flags += ["--context-parallel-size", str(world_size)]
         parallel = dataclasses.replace(config.parallel, context_parallel_size=world_size)
         config = dataclasses.replace(config, parallel=parallel)
-    if environ.get("RANK", "0") == "0":  # for all ranks: while it is not content, the others wait for it
+    if environ.get("RANK", "0") == "0":  # for all: while it is not content, the other ranks wait for it
         checked = _checked(config, world_size)
-        if dry_run:
+        if options.dry_run:
             return plan(checked, world_size)
         _check_prompts(config)
-    if dry_run:
+    if options.dry_run:
         return ""
+    program_and_flags = [*([program] if program.endswith(".py") else ["-m", program]), *flags]
     if is_rank:
-        return [sys.executable, "-u", *_named(program), *flags]
-    meeting = _meeting(environ, options, ranks_here)
-    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks_here}", *meeting, *_named(program), *flags]
+        return [sys.executable, "-u", *program_and_flags]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks_here}"]
+    return [*torchrun, *_meeting(options, environ), *program_and_flags]
 
 
 def _own_flags(is_rank: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.set_defaults(nproc_per_node=None, nnodes=None, master_addr=None, master_port=None)
     group = parser.add_argument_group("launch", "How many ranks, and where they meet.")
     group.add_argument("--dry-run", action="store_true", help="print the plan and stop, as DRY_RUN=1 does")
-    group.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: plan for N ranks, here or elsewhere")
-    if is_rank:  # torchrun has taken these
-        parser.set_defaults(nproc_per_node=None, nnodes=None, master_addr=None, master_port=None)
-        return parser
-    group.add_argument("--nproc-per-node", type=int, metavar="N", help=f"ranks here (default: the GPUs, else {CPU_RANKS})")
-    group.add_argument("--nnodes", type=int, metavar="N", help="nodes, in a Slurm job only (default: all of it)")
-    group.add_argument("--master-addr", metavar="HOST", help="default: MASTER_ADDR, else the first node")
-    group.add_argument("--master-port", metavar="PORT", help="default: MASTER_PORT, else by the job's number, else a free one")
+    group.add_argument("--world-size", type=int, metavar="N", help="with --dry-run: ranks to plan for, here or not")
+    if not is_rank:  # torchrun has taken these
+        group.add_argument("--nproc-per-node", type=int, metavar="N", help="ranks here (default: the GPUs, else two)")
+        group.add_argument("--nnodes", type=int, metavar="N", help="nodes, in a Slurm job only (default: all of it)")
+        group.add_argument("--master-addr", metavar="HOST", help="default: MASTER_ADDR, else the first node")
+        group.add_argument("--master-port", metavar="PORT", help="default: MASTER_PORT, else by the job, or a free one")
     return parser
 
 
 def _all_flags(own: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="pretrain_rl_longctx.sh", parents=[own], usage="%(prog)s [--FLAG VALUE ...]")
     for flag in ("--warmup-curriculum", "--warmup-lr"):
-        parser.add_argument(flag, help="of the quickstart (examples/needle/train.py), which runs when no prompts are named")
+        parser.add_argument(flag, help="of the quickstart, which runs when no prompts are named")
     return parser
 
 
-def _ranks_here(given: int | None, dry_run: bool) -> int:
+def _count_ranks(options: argparse.Namespace, environ: Mapping[str, str], is_rank: bool) -> tuple[int, int]:
+    """(ranks that a torchrun here would start, ranks of the world)."""
+    if options.world_size is not None:
+        if not options.dry_run:
+            raise ConfigError([f"got --world-size {options.world_size} without --dry-run, which alone plans for more"])
+        return 0, options.world_size
+    if is_rank:
+        return 0, int(environ["WORLD_SIZE"])
+    ranks_here = _ranks_here(options)
+    if slurm.in_job(environ):
+        return ranks_here, ranks_here * slurm.rendezvous(environ, num_nodes=options.nnodes).num_nodes
+    if options.nnodes not in (None, 1):
+        how = f"torchrun --nnodes {options.nnodes} ... launch/pretrain_rl_longctx.sh on each node"
+        raise ConfigError([f"got --nnodes {options.nnodes} outside a Slurm job; start {how}"])
+    return ranks_here, ranks_here
+
+
+def _ranks_here(options: argparse.Namespace) -> int:
+    given = options.nproc_per_node
     if given is not None and given < 1:
         raise ConfigError([f"got --nproc-per-node {given}, need at least 1"])
-    if given is not None and dry_run:
+    if given is not None and options.dry_run:
         return given
     import torch
 
     gpus = torch.cuda.device_count()
     if given is not None and gpus and given > gpus:
         raise ConfigError([f"got --nproc-per-node {given} on a machine with {gpus} GPUs, need at most that"])
-    if not gpus and not dry_run:
+    if not gpus and not options.dry_run:
         print(f"no GPU found: {given or CPU_RANKS} ranks on the CPU", flush=True)
     return given or gpus or CPU_RANKS
-
-
-def _world_size(environ: Mapping[str, str], options: argparse.Namespace, ranks_here: int, is_rank: bool) -> int:
-    if is_rank:
-        return int(environ["WORLD_SIZE"])
-    if slurm.in_job(environ):
-        return ranks_here * slurm.rendezvous(environ, num_nodes=options.nnodes).num_nodes
-    if options.nnodes not in (None, 1):
-        raise ConfigError(
-            [
-                f"got --nnodes {options.nnodes} outside a Slurm job; start torchrun with it on each node: "
-                f"torchrun --nnodes {options.nnodes} ... launch/pretrain_rl_longctx.sh"
-            ]
-        )
-    return ranks_here
 
 
 def _checked(config: Config, world_size: int) -> Config:
@@ -131,21 +131,17 @@ def _check_prompts(config: Config) -> None:
         raise ConfigError(["no prompts; name --train-files, or a source with --prompt-function module:function"])
 
 
-def _meeting(environ: Mapping[str, str], options: argparse.Namespace, ranks_here: int) -> list[str]:
+def _meeting(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:
     if slurm.in_job(environ):
         slurm.check_one_task_per_node(environ)
-        node = slurm.rendezvous(
+        return slurm.rendezvous(
             environ, num_nodes=options.nnodes, master_addr=options.master_addr, master_port=options.master_port
-        )
-        return node.torchrun_flags()
+        ).torchrun_flags()
     port = slurm.choose_port(environ, options.master_port, default="")
     if not port:
         return ["--standalone"]
-    return slurm.Rendezvous(1, 0, options.master_addr or environ.get("MASTER_ADDR") or "127.0.0.1", port).torchrun_flags()
-
-
-def _named(program: str) -> list[str]:
-    return [program] if program.endswith(".py") else ["-m", program]
+    address = options.master_addr or environ.get("MASTER_ADDR") or "127.0.0.1"
+    return slurm.Rendezvous(1, 0, address, port).torchrun_flags()
 
 
 def main(argv: Sequence[str]) -> int:

@@ -81,7 +81,7 @@ def check_one_task_per_node(environ: Mapping[str, str]) -> None:
         raise SlurmError(f"the job holds {num_nodes} nodes and this runs on one of them only; need {how}")
     num_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if num_tasks != num_nodes:
-        raise SlurmError(f"got {num_tasks} tasks on {num_nodes} nodes; need one a node, which starts all its ranks: {how}")
+        raise SlurmError(f"got {num_tasks} tasks on {num_nodes} nodes; need one a node, which starts its ranks: {how}")
 
 
 def parse_nodelist(text: str) -> list[str]:
@@ -121,8 +121,8 @@ def _check_nodes(environ: Mapping[str, str], found: int, wanted: int | None) -> 
         )
     if wanted is None and found != of_job:
         raise SlurmError(
-            f"this step runs on {found} of the job's {of_job} nodes and the others would idle; change srun's --nodes to "
-            f"{of_job}, or say --nnodes {found} if that is meant"
+            f"this step runs on {found} of the job's {of_job} nodes and the others would idle; change srun's --nodes "
+            f"to {of_job}, or say --nnodes {found} if that is meant"
         )
 
 
@@ -132,7 +132,9 @@ def choose_port(environ: Mapping[str, str], given: int | str | None, default: st
     Raises:
         SlurmError: the one that counts is no port.
     """
-    source, text = ("--master-port", str(given)) if given is not None else ("MASTER_PORT", environ.get("MASTER_PORT") or default)
+    source, text = "MASTER_PORT", environ.get("MASTER_PORT") or default
+    if given is not None:
+        source, text = "--master-port", str(given)
     if text != default and not (text.isdecimal() and 0 < int(text) < 65536):
         raise SlurmError(f"got {source} {text!r}, need a port number from 1 to 65535")
     return text

@@ -161,8 +161,8 @@ def _layers(config: Config) -> int:
 
 def _kv_elements(config: Config) -> int:
     """K and V of one token in all layers of a rank."""
-    model = config.model
-    return _layers(config) * 2 * (model.num_query_groups // config.parallel.tensor_model_parallel_size) * model.kv_channels
+    groups = config.model.num_query_groups // config.parallel.tensor_model_parallel_size
+    return _layers(config) * 2 * groups * config.model.kv_channels
 
 
 def _replicas(config: Config, world_size: int) -> int:
@@ -201,8 +201,8 @@ def _num_captures(config: Config, world_size: int, capture_bytes: int) -> int:
 
 
 def _sampling_bytes(config: Config, world_size: int) -> int:
-    rollout = config.rollout
-    branches = _prompts_per_capture(config, world_size) * -(-rollout.group_size // config.parallel.context_parallel_size)
+    rollout, cp = config.rollout, config.parallel.context_parallel_size
+    branches = _prompts_per_capture(config, world_size) * -(-rollout.group_size // cp)
     return branches * rollout.max_response_length * _kv_elements(config) * _element_bytes(config)
 
 

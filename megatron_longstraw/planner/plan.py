@@ -38,12 +38,13 @@ def group_sizes(config: Config, world_size: int) -> dict[str, int]:
 def _layout(config: Config, world_size: int):
     model, sizes = config.model, group_sizes(config, world_size)
     short = {"tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert"}
-    layout = " x ".join(f"{name}{sizes[group]}" for name, group in short.items() if sizes[group] > 1) or "no parallelism"
+    layout = " x ".join(f"{name}{sizes[group]}" for name, group in short.items() if sizes[group] > 1) or "no split"
     layout += " + sp" if config.parallel.sequence_parallel else ""
     yield "layout", f"{layout} on {_count(world_size, 'rank')}"
     yield "model", (
-        f"{total_parameters(model):,} parameters, {model.num_layers} layers, {'bfloat16' if model.bf16 else 'float32'}; "
-        f"vocabulary {model.vocab_size:,}, padded {model.padded_vocab_size(sizes['tensor']):,}"
+        f"{total_parameters(model):,} parameters, {model.num_layers} layers, "
+        f"{'bfloat16' if model.bf16 else 'float32'}; vocabulary {model.vocab_size:,}, "
+        f"padded {model.padded_vocab_size(sizes['tensor']):,}"
     )
     yield "prefix", f"schedule {config.prefix.schedule}, gradient {config.prefix.prefix_grad}"
 
@@ -60,16 +61,17 @@ def _tokens(config: Config):
     cp, chunk = config.parallel.context_parallel_size, config.prefix.prefix_chunk_tokens
     yield "tokens", f"{shape}: at most {prompts * longest:,} of prompts and {response_tokens}"
     yield "", (
-        f"longest prompt {longest:,} in {_count(-(-(longest - 1) // chunk), 'chunk')} of {chunk:,} ({-(-longest // cp):,} a rank), "
-        f"longest response {rollout.max_response_length:,}"
+        f"longest prompt {longest:,} in {_count(-(-(longest - 1) // chunk), 'chunk')} of {chunk:,} "
+        f"({-(-longest // cp):,} a rank), longest response {rollout.max_response_length:,}"
     )
 
 
 def _bytes(config: Config, world_size: int):
     stages = range(config.parallel.pipeline_model_parallel_size)
-    stage, most = max(((stage, bytes_of_rank(config, world_size, stage)) for stage in stages), key=lambda item: item[1].total)
+    of_stages = [bytes_of_rank(config, world_size, stage) for stage in stages]
+    stage = max(stages, key=lambda stage: of_stages[stage].total)
     yield "bytes", f"of the fullest rank{f' (pipeline stage {stage})' if len(stages) > 1 else ''}"
-    for name, num_bytes, note in _items(config, most):
+    for name, num_bytes, note in _items(config, of_stages[stage]):
         yield "", f"{name:<14}{num_bytes:>18,}{_rounded(num_bytes):>12}  {note}"
     if config.rollout.max_prompt_length is None:
         yield "", f"and {_bytes_per_prompt_token(config, world_size):,} for each prompt token"

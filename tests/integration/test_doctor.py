@@ -100,6 +100,8 @@ def test_it_asks_for_what_setup_cfg_declares():
             assert tuple(map(int, lower.split(".")[:2])) == low and tuple(map(int, upper.split(".")[:2])) == below
 
 
-@pytest.mark.parametrize(("version", "fits"), [("2.13.0+cpu", True), ("2.10.1", False), ("2.15.0", False), ("3.0.0", False)])
+@pytest.mark.parametrize(
+    ("version", "fits"), [("2.13.0+cpu", True), ("2.10.1", False), ("2.15.0", False), ("3.0.0", False)]
+)
 def test_a_torch_outside_the_range_stops_training(version, fits):
     assert doctor._in_range("torch", version).stops_training is not fits

