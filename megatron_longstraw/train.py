@@ -34,6 +34,7 @@ from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
+from megatron_longstraw.user_errors import report as report_error
 from megatron_longstraw.watchdog import Watchdog
 
 
@@ -235,8 +236,7 @@ def exit_status(body: Callable[[], object]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"stopped: {stop}; the same command goes on from the checkpoint", flush=True)
     except (ValueError, RewardError, TrainingStopped, CheckpointError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        report_error(error)
         return 1
     finally:
         if dist.is_initialized():

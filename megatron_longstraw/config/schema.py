@@ -107,6 +107,11 @@ class ModelConfig:
             moe_router_pre_softmax=pre_softmax,
         )
 
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Megatron's padding: up to a multiple of make_vocab_size_divisible_by * tp."""
+        multiple = self.make_vocab_size_divisible_by * tp_size
+        return -(-self.vocab_size // multiple) * multiple
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
