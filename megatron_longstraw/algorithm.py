@@ -59,7 +59,9 @@ class RLStep:
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
-        report = StepReport(own, self.scorer.score(self.policy.layout, own))
+        with self.policy.meter.measure("reward"):
+            scores = self.scorer.score(self.policy.layout, own)
+        report = StepReport(own, scores)
         for work in minibatches:
             for item in work:
                 item.advantages = advantages_of(item.batch, algorithm)
@@ -82,14 +84,15 @@ class RLStep:
 
     def _roll_out(self, step: int, minibatches: list[list[Work]], score_old: bool) -> None:
         """Capture and sample every prompt; the first mini-batch's stores stay for its update, budget permitting."""
-        kept_bytes = 0
+        kept_bytes, meter = 0, self.policy.meter
         for number, work in enumerate(minibatches):
-            for item in work:
+            for item in meter.track("sample", work):
                 store = capture(self.policy, item.batch, walk_back=number == 0)
                 generate(self.policy, store, item.batch, step=step)
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
+                meter.peak("prefix/state_bytes", kept_bytes + num_bytes)
                 if number == 0 and self._fits(kept_bytes + num_bytes):
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
@@ -115,7 +118,8 @@ class RLStep:
         if not gradients_finite(self.policy):
             report.skipped.append("not finite")
             return
-        result = self.optimizer.step()
+        with self.policy.meter.measure("optimizer"):
+            result = self.optimizer.step()
         report.updates += 1
         share = 1.0 / self.policy.layout.dp_size  # every rank reports the same value
         report.metrics = report.metrics + MetricSums(

@@ -54,24 +54,29 @@ def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective)
     check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
+    kept_bytes = sum(item.store.nbytes for item in work if item.store is not None)
     policy.zero_grad()
-    for item in work:
+    for item in policy.meter.track("update", work):
         weigh = _TokenWeights(objective, item, totals)
         if policy.config.prefix.schedule == "full":
             logprobs, entropy = _full_update(policy, item, weigh)
         else:
-            logprobs, entropy = _branch_update(policy, item, weigh)
+            kept_bytes -= 0 if item.store is None else item.store.nbytes
+            logprobs, entropy = _branch_update(policy, item, weigh, kept_bytes)
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics
 
 
-def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
+def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights, kept_bytes: int) -> tuple[Table, Table]:
+    """`kept_bytes`: states of later work, which are held meanwhile."""
     store = item.store or capture(policy, item.batch)
     item.store = None
     if item.old_logprobs is not None:
         weigh.at(score(policy, store, item.batch)[0])
     logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
+    if store is not None:  # at its largest: the gradients of K, V have just come
+        policy.meter.peak("prefix/state_bytes", kept_bytes + store.nbytes)
     prefix_backward(policy, store, item.batch)
     if store is not None:
         store.release()
