@@ -1,6 +1,7 @@
 """How far a long phase is: a live bar on a terminal, now and then a line in a log. Nothing for short phases."""
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import Callable, TextIO
@@ -74,7 +75,8 @@ class ProgressDisplay:
     ):
         self.title = ""
         self._say, self._interval_s, self._stream, self._clock = say, interval_s, stream, clock
-        self._live = stream.isatty()
+        # Some terminals in containers say that they have no columns; a bar would not be seen there.
+        self._live = stream.isatty() and os.get_terminal_size(stream.fileno()).columns > 0
         self._phases: dict[str, _Phase] = {}
         self._shown_at = clock()
 

@@ -53,7 +53,7 @@ def pins():
 
 
 def test_extras(extras):
-    assert set(extras) == {"te", "test", "logging", "peers", "vllm"}
+    assert set(extras) == {"te", "test", "logging", "wandb", "peers", "vllm"}
 
 
 def test_pins_are_exact_public_versions(pins):
