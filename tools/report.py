@@ -85,12 +85,12 @@ def page(folder: Path) -> str:
 def _tiles(rows: list[dict], config: dict) -> str:
     once, dense = (sum(row.get(f"prefix/tokens_{name}", 0.0) for row in rows) for name in ("once", "dense"))
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
-    first, last = (mean_of(part, "critic/score/mean") for part in (rows[:LAST_STEPS], rows[-LAST_STEPS:]))
-    window = f"{min(LAST_STEPS, len(rows))} steps"
+    window = min(LAST_STEPS, -(-len(rows) // 2))
+    first, last = (mean_of(part, "critic/score/mean") for part in (rows[:window], rows[-window:]))
     planned = config.get("run", {}).get("train_iters")
     done = int(rows[-1]["training/global_step"]) + 1
     tiles = [
-        ("Reward", number(last), f"last {window}; first {window} {number(first)}"),
+        ("Reward", number(last), f"last {window} steps; first {window}: {number(first)}"),
         ("Steps", f"{done:,}", f"of {planned:,}" if planned else ""),
         ("Time", duration(seconds), f"{number(seconds / len(rows))} s a step"),
         (

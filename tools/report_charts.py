@@ -112,15 +112,15 @@ def draw(chart: Chart, rows: Rows) -> tuple[str, list[tuple[str, str]]]:
     if not lines:
         return "", []
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": chart.title}):
-        figure, axes = _axes()
+        steps = binned(column(rows, STEP))
+        figure, axes = _axes(steps)
         for line, values in lines:
             points = binned(smoothed(values) if line.smooth else values)
-            steps = binned(column(rows, STEP))
             # between steps without a value a line would not be seen
             dots = not line.smooth and (len(points) <= MARKED_POINTS or any(map(math.isnan, points)))
             axes.plot(steps, points, color=line.color, linewidth=1.6, marker="." if dots else None, markersize=4)
         if chart.from_zero and axes.get_ylim()[0] > 0:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * axes.dataLim.ymax)
         legend = [(line.label, line.color) for line, _ in lines] if len(lines) > 1 else []
         return _svg(figure), legend
 
@@ -133,12 +133,12 @@ def draw_seconds(rows: Rows) -> tuple[str, list[tuple[str, str]]]:
     layers.append([max(step - sum(parts), 0.0) for step, parts in zip(whole, zip(*layers))] if calls else whole)
     names = [*((name, CALLS[name]) for name in calls), REST]
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": "seconds"}):
-        figure, axes = _axes()
-        steps, width = binned(column(rows, STEP)), 0.8 * math.ceil(len(rows) / MAX_POINTS)
+        steps = binned(column(rows, STEP))
+        figure, axes = _axes(steps)
         bottom = [0.0] * len(steps)
         for values, (_, color) in zip(map(binned, layers), names):
             if len(steps) <= MARKED_POINTS:
-                axes.bar(steps, values, width, bottom=bottom, color=color, linewidth=0)
+                axes.bar(steps, values, bottom=bottom, color=color, linewidth=0)
             else:
                 axes.fill_between(steps, bottom, [a + b for a, b in zip(bottom, values)], color=color, linewidth=0)
             bottom = [a + b for a, b in zip(bottom, values)]
@@ -169,8 +169,10 @@ def mean(values: list[float]) -> float:
     return sum(finite) / len(finite) if finite else math.nan
 
 
-def _axes():
+def _axes(steps: list[float]):
     figure, axes = pyplot.subplots(figsize=(4.2, 2.4), layout="constrained")
+    margin = max(0.6, 0.04 * (steps[-1] - steps[0]))
+    axes.set_xlim(steps[0] - margin, steps[-1] + margin)
     axes.set_xlabel(STEP)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.yaxis.set_major_locator(MaxNLocator(5))
