@@ -53,7 +53,7 @@ class _Phase:
         left = seconds_left(self.history, self.total)
         if left is not None:
             since = now - self.history[-1][1]
-            parts.append(f"{_Bar.format_interval(max(left - since, 0.0))} left")
+            parts.append(f"{_Bar.format_interval(round(max(left - since, 0.0)))} left")
         return ", ".join(parts)
 
 
@@ -134,9 +134,8 @@ def seconds_left(history: list[tuple[Amount, float]], total: Amount) -> float | 
     left = np.array([getattr(total, size), total.pairs], dtype=float) - points[-1, :2]
     steps = np.diff(points, axis=0)
     scale = np.maximum(np.abs(steps).max(axis=0), 1e-30)  # pairs are millions of millions
-    cost, _, rank, _ = np.linalg.lstsq(steps[:, :2] / scale[:2], steps[:, 2], rcond=1e-6)
-    cost = cost / scale[:2]
-    if rank < 2 or (cost < 0).any():
+    cost = np.linalg.lstsq(steps[:, :2] / scale[:2], steps[:, 2], rcond=1e-6)[0] / scale[:2]
+    if (cost < 0).any():
         whole = points[-1] - points[0]
         cost = np.array([whole[2] / whole[0], 0.0])
     return float(left @ cost)
