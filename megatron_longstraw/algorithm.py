@@ -126,7 +126,7 @@ class RLStep:
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
-                meter.peak("prefix/state_bytes", kept_bytes + num_bytes)
+                self.policy.meter.peak("prefix/state_bytes", kept_bytes + num_bytes)
                 if number == 0 and self._fits(kept_bytes + num_bytes):
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
