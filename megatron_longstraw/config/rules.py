@@ -30,6 +30,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _moe_problems(model, parallel)
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
+    problems += _size_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
     problems += _logging_problems(resolved)
@@ -265,6 +266,18 @@ def _schedule_problems(config: Config) -> Iterator[str]:
             "mini-batches that divide the batch",
             "ppo_mini_batch_size",
             "train_batch_size",
+        )
+
+
+def _size_problems(config: Config) -> Iterator[str]:
+    """Kernels that count elements of a tensor in 32 bits wrap around, some of them to a result that looks right."""
+    tp = config.parallel.tensor_model_parallel_size
+    rows, width = config.prefix.log_probs_chunk_size, config.model.padded_vocab_size(tp) // tp
+    if rows * width >= 2**31:
+        yield _problem(
+            f"log_probs_chunk_size {rows} for {width} vocabulary entries on a rank, a tensor of {rows * width} elements",
+            f"fewer than 2^31, so at most {(2**31 - 1) // width} rows",
+            "log_probs_chunk_size",
         )
 
 

@@ -21,7 +21,13 @@ from tests.hf_models import adopt, make_folder, transformers_logits
 LAYOUTS = {
     "tp2": ("qwen2 tied", 2, dict(tensor_model_parallel_size=2)),
     "tp2 untied": ("llama llama3", 2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2 mistral": ("mistral", 2, dict(tensor_model_parallel_size=2)),
+    "tp2 qwen3": ("qwen3", 2, dict(tensor_model_parallel_size=2)),
     "pp2": ("qwen3", 2, dict(pipeline_model_parallel_size=2)),
+    "pp2 mistral": ("mistral", 2, dict(pipeline_model_parallel_size=2)),
+    "pp2 qwen2": ("qwen2 yarn", 2, dict(pipeline_model_parallel_size=2)),
+    "pp2 llama": ("llama llama3", 2, dict(pipeline_model_parallel_size=2)),
+    "pp2 experts": ("qwen3_moe raw", 2, dict(pipeline_model_parallel_size=2)),
     "pp2 tied": ("qwen3 tied", 2, dict(pipeline_model_parallel_size=2)),
     "pp2 vpp2": ("llama tied", 2, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)),
     "ep2": ("qwen3_moe", 2, dict(expert_model_parallel_size=2)),
@@ -42,6 +48,7 @@ def export(rank, folder, target, options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_layout_reads_and_writes_the_same_model(layout, tmp_path):
+    """Also with the embedding tied across pipeline stages (G07)."""
     case, world_size, options = LAYOUTS[layout]
     folder, target = make_folder(case, tmp_path / "source"), tmp_path / "export"
     results = run_ranks(export, world_size, str(folder), str(target), options)

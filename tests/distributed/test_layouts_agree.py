@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.algorithm import RLStep
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of
+from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.rewards.loading import RewardError
@@ -130,3 +131,18 @@ def test_a_failing_reward_stops_every_rank_with_the_reason():
     """The function runs on one rank only; the others must not wait for its answer for ever."""
     for message in run_ranks(failing_reward, 2):
         assert "--reward-error-policy" in message and "KeyError" in message
+
+
+def one_token_each(rank: int, options: dict) -> float:
+    """Log-prob of a response of one token to a prompt of one token."""
+    policy, _ = tiny_trainer(**options)
+    (batch,) = batch_prompts([PromptGroup([8], [Branch([9])])], 1)
+    return float(score(policy, capture(policy, batch, walk_back=False), batch)[0][0, 0][0])
+
+
+@pytest.mark.dist
+def test_a_prompt_and_a_response_of_one_token_each():
+    """D10: every rank has at least a pad to work on."""
+    layout = dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2)
+    (alone,) = run_ranks(one_token_each, 1, {})
+    assert run_ranks(one_token_each, 4, layout) == pytest.approx([alone] * 4, abs=1e-5)

@@ -283,6 +283,7 @@ CASES = [("single", name) for name in SINGLE_DAMAGES] + [("sharded", name) for n
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
 def test_a_damaged_folder_is_refused_in_words(kind, name, request, tmp_path, chunks):
+    """Among them indexes that name the wrong shard (G13), and tensors missing or without a place (G09)."""
     folder = tmp_path / "model"
     shutil.copytree(request.getfixturevalue(kind), folder)
     (SINGLE_DAMAGES if kind == "single" else SHARDED_DAMAGES)[name](folder)

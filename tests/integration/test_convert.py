@@ -53,6 +53,8 @@ def same_files(one, other):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers_and_the_export_is_the_source(case, folders, tmp_path):
+    """Head sizes, biases and norms of their own (G08, G09), positions far past the original context (H09), and files
+    beside the weights that come back byte for byte (G15)."""
     folder = folders(case)
     policy, source = policy_of(folder, prefix_chunk_tokens=16)
     ours, ids, first = logits_of(policy)

@@ -594,3 +594,12 @@ def test_all_rules_report_at_once():
     message = str(pytest.raises(ConfigError, check, config, 4).value)
     assert "5 problems" in message
     assert all(problem in message for problem in problems)
+
+
+@pytest.mark.parametrize(("vocab_size", "rows"), [(151936, 14134), (248320, 8648)])
+def test_a_tensor_of_logits_stays_below_two_to_the_31(vocab_size, rows):
+    """H14"""
+    options = {"vocab_size": vocab_size, "make_vocab_size_divisible_by": 1}
+    assert validate(load_config(overrides=options | {"log_probs_chunk_size": rows})) == []
+    (problem,) = validate(load_config(overrides=options | {"log_probs_chunk_size": rows + 1}))
+    assert f"at most {rows} rows" in problem and "--log-probs-chunk-size" in problem
