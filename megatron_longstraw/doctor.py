@@ -24,6 +24,8 @@ REQUIRED = (
     "pyarrow",
     "orjson",
     "jinja2",
+    "tensorboard",
+    "tqdm",
 )
 """What setup.cfg declares."""
 RANGES = {"torch": ((2, 11), (2, 15)), "megatron-core": ((0, 16), (0, 17))}
