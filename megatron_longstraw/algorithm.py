@@ -7,17 +7,20 @@ How it differs from a textbook GRPO step:
    first. With it the gradient equals full-sequence training; `--prefix-grad frozen` leaves it out (biased).
 3. The loss reaches the model as token weights w = dL/dlogp, normalised over the whole batch beforehand, so no
    split into micro-batches or ranks changes it. Gradients are summed over ranks once per update.
-4. Old log-probs are those of the weights that sampled: with one update per step the ratio is exactly 1 and no
-   scoring pass is needed; with several, they are scored before the first.
+4. Old log-probs are those of the weights at the start of the step: with one update the ratio is exactly 1 and no
+   scoring pass is needed; with several, they are scored before the first. So they are with given responses (a
+   rollout file), whoever sampled those; how far that policy is from this one is reported.
 """
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Callable
 
 import torch
 import torch.distributed as dist
 
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
+from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
 from megatron_longstraw.mcore.packing import batch_prompts
@@ -25,8 +28,9 @@ from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
-from megatron_longstraw.rollout.scoring import Scorer
+from megatron_longstraw.rollout.scoring import Scorer, given_report, rollout_metrics
 from megatron_longstraw.rollout.generate import generate
+from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.types import PromptGroup
 
 
@@ -46,20 +50,46 @@ class StepReport:
 
 
 class RLStep:
-    """Everything a step needs that outlives it."""
+    """Everything a step needs that outlives it.
 
-    def __init__(self, policy: Policy, optimizer: PolicyOptimizer, scorer: Scorer):
-        self.policy, self.optimizer, self.scorer = policy, optimizer, scorer
+    Args:
+        scorer: None when groups come with their responses and rewards, which are trained on as they are.
+        save: called with (step, the global batch of which this rank's groups have their scored responses) before the
+            first update, so that what an update fails on is there to be looked at.
+        finished: keeps responses on the disk as they come; None: they are lost when the step does not end.
+        stop: looked at between calls; None: a step always runs to its end.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: PolicyOptimizer,
+        scorer: Scorer | None,
+        save: Callable[[int, list[PromptGroup]], None] | None = None,
+        finished: FinishedGroups | None = None,
+        stop: StopRequest | None = None,
+    ):
+        self.policy, self.optimizer, self.scorer, self.save = policy, optimizer, scorer, save
+        self.finished, self.stop = finished, stop
         algorithm = policy.config.algorithm
         self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 
     def run(self, step: int, groups: list[PromptGroup]) -> StepReport:
-        """One step on the global batch `groups` (the same list on every rank)."""
+        """One step on the global batch `groups` (the same list on every rank).
+
+        Raises:
+            ValueError: responses are to be given, and a group has none.
+            Interrupted: a stop was asked for before the first update; the weights are those of the step's start.
+        """
         algorithm = self.policy.config.algorithm
+        if self.finished is not None and self.scorer is not None:
+            self.finished.begin(step)
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
-        report = StepReport(own, self.scorer.score(self.policy.layout, own))
+        report = StepReport(own, self._score(own))
+        if self.save is not None:
+            self.save(step, groups)
         for work in minibatches:
             for item in work:
                 item.advantages = advantages_of(item.batch, algorithm)
@@ -82,11 +112,15 @@ class RLStep:
 
     def _roll_out(self, step: int, minibatches: list[list[Work]], score_old: bool) -> None:
         """Capture and sample every prompt; the first mini-batch's stores stay for its update, budget permitting."""
+        if self.scorer is None and not score_old:
+            return
         kept_bytes = 0
         for number, work in enumerate(minibatches):
             for item in work:
+                self.stop_if_asked()
                 store = capture(self.policy, item.batch, walk_back=number == 0)
-                generate(self.policy, store, item.batch, step=step)
+                if self.scorer is not None:
+                    self._sample(step, store, item.batch)
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
@@ -94,6 +128,34 @@ class RLStep:
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
                     store.release()
+
+    def _sample(self, step: int, store: PrefixStore | None, batch: PromptBatch | None) -> None:
+        kept = self.finished is not None and self.finished.load(step, batch)
+        # Expert-parallel peers need a partner in their decoding steps, whether or not this rank has something to do.
+        generate(self.policy, store, None if kept else batch, step=step)
+        if self.finished is not None and not kept:
+            self.finished.keep(step, batch)
+
+    def stop_if_asked(self) -> None:
+        """Between calls, by all ranks at once.
+
+        Raises:
+            Interrupted: any rank was asked to stop.
+        """
+        if self.stop is None:
+            return
+        asked = torch.tensor(float(self.stop.received is not None), device=self.policy.layout.device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        if asked:
+            raise Interrupted("asked to stop")
+
+    def _score(self, own: list[PromptGroup]) -> MetricSums:
+        if self.scorer is not None:
+            return self.scorer.score(self.policy.layout, own)
+        for group in own:
+            if not group.branches:
+                raise ValueError(f"group {group.group_id!r} has no responses; need them along with the prompt")
+        return rollout_metrics(own, given_report(own))
 
     def _fits(self, num_bytes: int) -> bool:
         budget = self.policy.config.prefix.prefix_state_budget
@@ -109,7 +171,9 @@ class RLStep:
         if not has_signal(self.policy, work):
             report.skipped.append("no signal")
             return
-        metrics = accumulate_gradients(self.policy, work, self.objective)
+        # After an update the weights are in between two steps, and only the step's end is a place to stop.
+        between_calls = self.stop_if_asked if report.updates == 0 else None
+        metrics = accumulate_gradients(self.policy, work, self.objective, between_calls)
         report.metrics = report.metrics + metrics
         report.updated += [group for item in work if item.batch for group in item.batch.groups]
         if not gradients_finite(self.policy):

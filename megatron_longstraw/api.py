@@ -11,6 +11,7 @@ from typing import Iterator
 import torch
 
 from megatron_longstraw.config import Config, ConfigError
+from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 from megatron_longstraw.data.task import check_prompts
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
 from megatron_longstraw.mcore import parallel
@@ -26,11 +27,14 @@ class BranchReplay:
 
     Raises:
         ConfigError: the configuration cannot be run, or not with this many ranks.
+        FolderError: `hf_checkpoint` cannot be used.
     """
 
     def __init__(self, config: Config):
-        config = config.resolve()
-        self.policy = Policy(config, parallel.initialize(config))
+        folder = open_folder(config)
+        config = with_model_of(config, folder).resolve()
+        check_window(config, folder)
+        self.policy = Policy(config, parallel.initialize(config), folder)
         algorithm = config.algorithm
         self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 

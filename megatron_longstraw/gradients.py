@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Callable
 
 import numpy as np
 import torch
@@ -20,6 +21,7 @@ from megatron_longstraw.config import AlgorithmConfig
 from megatron_longstraw.objectives.advantages import ADVANTAGE_ESTIMATORS
 from megatron_longstraw.objectives.aggregation import Totals, count
 from megatron_longstraw.objectives.metrics import MetricSums
+from megatron_longstraw.objectives.mismatch import rollout_mismatch
 from megatron_longstraw.objectives.policy_loss import Objective
 from megatron_longstraw.prefix.store import PrefixStore
 
@@ -46,32 +48,47 @@ class Work:
         return {place: branch.loss_mask * (place in self.advantages) for place, branch in self.branches()}
 
 
-def accumulate_gradients(policy: Policy, work: list[Work], objective: Objective) -> MetricSums:
+def accumulate_gradients(
+    policy: Policy, work: list[Work], objective: Objective, between_calls: Callable[[], None] | None = None
+) -> MetricSums:
     """Add the gradient of the objective over all work of all ranks to `main_grad` and sum it over ranks, once.
+
+    Args:
+        between_calls: called between the calls, on all ranks; what it raises ends the update.
 
     Returns the metrics of this rank's share (add those of the data-parallel ranks).
     """
+    between_calls = between_calls or _nothing
     check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
     policy.zero_grad()
     for item in work:
+        between_calls()
         weigh = _TokenWeights(objective, item, totals)
         if policy.config.prefix.schedule == "full":
             logprobs, entropy = _full_update(policy, item, weigh)
         else:
-            logprobs, entropy = _branch_update(policy, item, weigh)
+            logprobs, entropy = _branch_update(policy, item, weigh, between_calls)
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics
 
 
-def _branch_update(policy: Policy, item: Work, weigh: _TokenWeights) -> tuple[Table, Table]:
+def _nothing() -> None:
+    pass
+
+
+def _branch_update(
+    policy: Policy, item: Work, weigh: _TokenWeights, between_calls: Callable[[], None]
+) -> tuple[Table, Table]:
     store = item.store or capture(policy, item.batch)
     item.store = None
+    between_calls()
     if item.old_logprobs is not None:
         weigh.at(score(policy, store, item.batch)[0])
     logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
+    between_calls()
     prefix_backward(policy, store, item.batch)
     if store is not None:
         store.release()
@@ -111,9 +128,18 @@ class _TokenWeights:
         trained = [(entropy[place], scale != 0) for place, scale in zip(self.places, self.scale) if place in entropy]
         total = float(sum(values[mask].sum() for values, mask in trained))
         num_tokens = float(sum(mask.sum() for _, mask in trained))
-        return evaluation.metrics + MetricSums(
+        own = MetricSums(
             means={"actor/entropy": (total, num_tokens)},
             totals={"training/nonfinite_tables": float(not evaluation.is_finite)},
+        )
+        return evaluation.metrics + own + self._mismatch(logprobs)
+
+    def _mismatch(self, logprobs: Table) -> MetricSums:
+        """How far the policy of the step's start is from the one that sampled, where that is known."""
+        old = logprobs if self.item.old_logprobs is None else self.item.old_logprobs
+        known = [(place, b) for place, b in self.item.branches() if b.rollout_logprobs is not None and place in old]
+        return rollout_mismatch(
+            [old[place] for place, _ in known], [b.rollout_logprobs for _, b in known], [b.loss_mask for _, b in known]
         )
 
 
@@ -163,16 +189,19 @@ def has_signal(policy: Policy, work: list[Work]) -> bool:
 
 
 def advantages_of(batch: PromptBatch | None, algorithm: AlgorithmConfig) -> dict[tuple[int, int], float]:
-    """By (prompt, branch); responses without a score or without tokens have none and train nothing."""
+    """By (prompt, branch); responses without a score or without tokens have none and train nothing. The parts of one
+    rollout count once and share its advantage."""
     estimate = ADVANTAGE_ESTIMATORS[algorithm.adv_estimator]
     advantages = {}
     for prompt, group in enumerate(batch.groups if batch else ()):
-        rewards = [branch.reward for branch in group.branches]
-        has_tokens = [branch.num_tokens > 0 for branch in group.branches]
+        rollouts = group.rollouts()
+        rewards = [group.branches[parts[0]].reward for parts in rollouts]
+        has_tokens = [any(group.branches[index].num_tokens for index in parts) for parts in rollouts]
         values = estimate(rewards, has_tokens, norm_by_std=algorithm.norm_adv_by_std_in_grpo)
-        for index, value in enumerate(values):
-            if rewards[index] is not None and has_tokens[index]:
-                advantages[prompt, index] = float(value)
+        for parts, reward, value in zip(rollouts, rewards, values):
+            for index in parts:
+                if reward is not None and group.branches[index].num_tokens:
+                    advantages[prompt, index] = float(value)
     return advantages
 
 

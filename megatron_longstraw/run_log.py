@@ -16,11 +16,14 @@ BAR_WIDTH = 20
 class RunLog:
     """Writes the files of one run folder; silent on every rank but one.
 
+    Args:
+        steps_done: a run that goes on keeps its lines of so many steps; later ones are cut off.
+
     Raises:
         OSError: the folder cannot be made or written, before training starts.
     """
 
-    def __init__(self, config: Config, active: bool):
+    def __init__(self, config: Config, active: bool, steps_done: int = 0):
         self.folder = Path(config.run.run_dir)
         self.active = active
         self.rewards: list[float] = []
@@ -28,7 +31,11 @@ class RunLog:
         if active:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / "config.toml").write_text(to_toml(config))
-            self.metrics_file = (self.folder / "metrics.jsonl").open("w")
+            path = self.folder / "metrics.jsonl"
+            earlier = path.read_text().splitlines(keepends=True)[:steps_done] if steps_done and path.exists() else []
+            self.rewards = [json.loads(line)["critic/score/mean"] for line in earlier]
+            self.metrics_file = path.open("w")
+            self.metrics_file.writelines(earlier)
 
     def say(self, text: str = "") -> None:
         if self.active:

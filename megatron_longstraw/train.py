@@ -5,7 +5,6 @@
 """
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import time
@@ -16,20 +15,27 @@ from typing import Callable
 import numpy as np
 import torch.distributed as dist
 
+from megatron_longstraw.agreement import check_ranks_agree
 from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, ConfigError, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
-from megatron_longstraw.data.file_task import FileTask
 from megatron_longstraw.data.task import Task, check_prompts
+from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.mcore.training_state import CheckpointError, Progress, TrainingState, find_start
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.rewards.loading import RewardError, load_function
+from megatron_longstraw.rollout.files import RolloutSaver
+from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, peak_memory_bytes
+from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
+from megatron_longstraw.user_errors import report as report_error
+from megatron_longstraw.watchdog import Watchdog
 
 
 class TrainingStopped(RuntimeError):
@@ -49,27 +55,66 @@ class RunSummary:
         return float(np.mean(self.rewards[steps]))
 
 
-def train(policy: Policy, task: Task, log: RunLog) -> RunSummary:
-    """Run `train_iters` RL steps on a policy."""
+def train(
+    policy: Policy,
+    task: Task,
+    log: RunLog,
+    optimizer: PolicyOptimizer | None = None,
+    state: TrainingState | None = None,
+    progress: Progress | None = None,
+    stop: StopRequest | None = None,
+) -> RunSummary:
+    """Run RL steps on a policy until `train_iters` are done. With `--rollout-file`, `task` is its reader.
+
+    Args:
+        optimizer: None: a new one.
+        state: writes the checkpoints that --save asks for; None: none are written.
+        progress: the steps that are done already.
+        stop: says when to stop ahead of time.
+
+    Raises:
+        Interrupted: it was asked to stop, and has written a checkpoint where --save asks for any.
+    """
     config = policy.config
-    scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
-    rl_step = RLStep(policy, PolicyOptimizer(policy), scorer)
-    total, tokens_dense, rewards, nonfinite = Meter(), 0, [], 0
-    for step in range(config.run.train_iters):
-        begin = time.perf_counter()
-        policy.meter.reset()
-        groups = task.prompts(step, config.algorithm.train_batch_size)
-        check_prompts(groups, config.model.vocab_size, config.rollout)
-        report = rl_step.run(step, groups)
-        metrics = step_metrics(policy, report, time.perf_counter() - begin)
-        tokens_dense += int(metrics["prefix/tokens_dense"])
-        rewards.append(metrics["critic/score/mean"])
-        for name, cost in policy.meter.costs.items():
-            total.costs[name].seconds += cost.seconds
-            total.costs[name].tokens += cost.tokens
-        log.step(step, metrics, report.skipped)
-        nonfinite = nonfinite + 1 if "not finite" in report.skipped else 0
-        _stop_if_nonfinite(config, step, nonfinite)
+    optimizer, progress = optimizer or PolicyOptimizer(policy), progress or Progress()
+    scorer = save = None
+    if config.data.rollout_file is None:
+        scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
+        path = log.folder / "rollouts.jsonl"
+        save = RolloutSaver(policy.layout, path, progress.steps) if config.data.save_rollouts else None
+    finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
+    rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
+    total, tokens_dense, rewards = Meter(), 0, list(log.rewards)
+    policy.watchdog = watchdog = Watchdog(60.0 * config.parallel.distributed_timeout_minutes)
+    try:
+        for step in range(progress.steps, config.run.train_iters):
+            begin = time.perf_counter()
+            watchdog.alive()
+            policy.meter.reset()
+            groups = task.prompts(step, config.algorithm.train_batch_size)
+            check_prompts(groups, config.model.vocab_size, config.rollout)
+            report = rl_step.run(step, groups)
+            metrics = step_metrics(policy, report, time.perf_counter() - begin)
+            tokens_dense += int(metrics["prefix/tokens_dense"])
+            rewards.append(metrics["critic/score/mean"])
+            for name, cost in policy.meter.costs.items():
+                total.costs[name].seconds += cost.seconds
+                total.costs[name].tokens += cost.tokens
+            log.step(step, metrics, report.skipped)
+            progress.steps = step + 1
+            progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if "not finite" in report.skipped else 0
+            _stop_if_nonfinite(config, step, progress.nonfinite_in_a_row)
+            if state is not None:
+                state.after_step(progress)
+            rl_step.stop_if_asked()
+    except Interrupted:
+        if state is not None:
+            state.save_unless_saved(progress)
+        raise
+    finally:
+        watchdog.stop()
+    if state is not None:
+        state.finish_writing()
     calls = {name: (cost.seconds, cost.tokens) for name, cost in total.costs.items()}
     return RunSummary(rewards, calls, tokens_dense)
 
@@ -136,40 +181,6 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
     log.say(f"curve      {picture}" if picture else "curve      not drawn: pip install 'megatron_longstraw[logging]'")
 
 
-def task_maker(config: Config) -> Callable[[Config], Task]:
-    """What builds the task of a configuration: --train-files, or a user's --prompt-function.
-
-    Raises:
-        ConfigError: neither is given, or both.
-    """
-    function, files = config.run.prompt_function, config.data.train_files
-    if function and files:
-        raise ConfigError([f"got --train-files {' '.join(files)} and --prompt-function {function}; need one of them"])
-    if files:
-        return FileTask.from_config
-    if not function:
-        raise ConfigError(["no prompts; name --train-files, or a source with --prompt-function module:function"])
-    return load_function(function, "--prompt-function")
-
-
-def with_stop_ids(config: Config, task: Task) -> Config:
-    """Responses to prompts of files end at the ids that the model folder names (generation_config.json), else at the
-    tokenizer's end-of-text ids, unless --stop-token-ids says otherwise.
-
-    Raises:
-        ConfigError: the tokenizer names none.
-    """
-    if "stop_token_ids" in config.given or config.rollout.stop_token_ids or not isinstance(task, FileTask):
-        return config
-    stop_ids = task.tokenizer.eos_token_ids
-    if not stop_ids:
-        raise ConfigError([
-            "the tokenizer names no end-of-text token, so every response would run to --max-response-length; need "
-            "--stop-token-ids (without a value if that is wanted)"
-        ])  # fmt: skip
-    return dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, stop_token_ids=stop_ids))
-
-
 def run(config: Config) -> RunSummary:
     """Build everything a configuration names, and train.
 
@@ -184,18 +195,28 @@ def run(config: Config) -> RunSummary:
     load_function(config.reward.reward_function)
     make_task = task_maker(config)
     layout = parallel.initialize(config)
-    task = make_task(config)
+    task = None if make_task is None else make_task(config)
     config = with_stop_ids(config, task)
-    check_prompts(task.prompts(0, config.algorithm.train_batch_size), config.model.vocab_size, config.rollout)
-    policy = Policy(config, layout, folder)
-    log = RunLog(config, active=dist.get_rank() == 0)
+    source = training_source(config, task)
+    first = source.prompts(0, config.algorithm.train_batch_size)
+    check_prompts(first, config.model.vocab_size, config.rollout)
+    check_ranks_agree(config, first)
+    start = find_start(config.checkpoint)
+    policy = Policy(config, layout, folder, start.checkpoint)
+    optimizer = PolicyOptimizer(policy)
+    state = TrainingState(policy, optimizer)
+    progress = state.restore(start)
+    stop = StopRequest()
+    stop.listen()
+    log = RunLog(config, active=dist.get_rank() == 0, steps_done=progress.steps)
     try:
         for warning in folder.warnings if folder else ():
             log.say(f"warning    {warning}")
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
-        if isinstance(task, FileTask):
-            log.say(f"prompts    {task.describe()}")
-        summary = train(policy, task, log)
+        log.say(f"prompts    {describe(source)}")
+        for note in start.notes:
+            log.say(f"checkpoint {note}")
+        summary = train(policy, source, log, optimizer, state, progress, stop)
         print_summary(log, config, summary)
         if config.checkpoint.save_hf is not None:
             for note in save_hf(policy.chunks, config.model, folder, config.checkpoint.save_hf):
@@ -207,13 +228,15 @@ def run(config: Config) -> RunSummary:
 
 
 def exit_status(body: Callable[[], object]) -> int:
-    """Run a program's body: 0, or 1 with one line on the screen for what a user can mend (anything else is a bug and
+    """Run a program's body: 0 (also where it stopped on request), or 1 with one line on the screen for what a user can mend (anything else is a bug and
     keeps its traceback). Leaves the process group either way."""
     try:
         body()
-    except (ValueError, RewardError, TrainingStopped) as error:
+    except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            print(f"stopped: {stop}; the same command goes on from the checkpoint", flush=True)
+    except (ValueError, RewardError, TrainingStopped, CheckpointError) as error:
+        report_error(error)
         return 1
     finally:
         if dist.is_initialized():

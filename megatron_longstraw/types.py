@@ -12,6 +12,9 @@ import numpy as np
 
 Ids = Sequence[int] | np.ndarray
 
+LARGEST_REWARD = 1e150
+"""Squares of larger rewards overflow float64, and with them the statistics of their group."""
+
 
 def as_token_ids(ids: Ids) -> np.ndarray:
     """Token ids as a 1-D int64 array.
@@ -50,6 +53,11 @@ class Branch:
     """float32 [R]; log-probability of each token under the distribution it was sampled from."""
     finish_reason: str | None = None
     """"stop" (a stop id was sampled) | "length" (cut at the response limit) | None (not known)."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """The other numbers that the reward function returned, by name; they become metrics."""
+    trajectory: int | str | None = None
+    """Branches of a group with one trajectory are parts of one rollout, with one reward: it counts once in the group's
+    statistics. None: a rollout of its own."""
 
     def __post_init__(self):
         self.response_ids = as_token_ids(self.response_ids)
@@ -88,6 +96,13 @@ class PromptGroup:
         self.prompt_ids = as_token_ids(self.prompt_ids)
         if len(self.prompt_ids) == 0:
             raise ValueError(f"prompt of group {self.group_id!r} is empty; it needs at least one token")
+
+    def rollouts(self) -> list[list[int]]:
+        """Places of the branches of each rollout: usually one each (see `Branch.trajectory`)."""
+        parts: dict[Any, list[int]] = {}
+        for place, branch in enumerate(self.branches):
+            parts.setdefault((None, place) if branch.trajectory is None else branch.trajectory, []).append(place)
+        return list(parts.values())
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -85,3 +85,16 @@ def _storages_of(tree):
     for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided:
             yield leaf.untyped_storage(), tuple(leaf.shape)
+
+
+def peak_bytes_of(step) -> int:
+    """Peak tensor bytes of a call above what exists before it; from the allocator where that keeps count."""
+    if not torch.cuda.is_available():
+        with AllocationTracker() as tracker:
+            step()
+        return tracker.peak_bytes
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before

@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +28,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from allocation_tracker import AllocationTracker
+from allocation_tracker import peak_bytes_of
 from packed_baseline import PackedModel, PackedRow
+from workers import measure_in_turns, worst_error
 
 from megatron_longstraw import config as cfg
 from megatron_longstraw.config import Config, ConfigError
@@ -61,8 +60,6 @@ SCHEDULES = {
     "frozen": {"schedule": "branch", "prefix_grad": "frozen"},
 }
 """What makes a schedule: fields that win over flags."""
-NEGLIGIBLE = 1e-6
-"""A parameter whose reference gradient is under this share of the whole is judged against the whole."""
 
 
 # -- command line --------------------------------------------------------------------------------------------
@@ -162,19 +159,6 @@ class Bench:
         return {"total_s": total, "cpu_s": cpu, "calls_s": calls, "last_chunk_s_per_token": per_token}
 
 
-def peak_bytes_of(step) -> int:
-    """Peak tensor bytes of a call above what exists before it; from the allocator where that keeps count."""
-    if not torch.cuda.is_available():
-        with AllocationTracker() as tracker:
-            step()
-        return tracker.peak_bytes
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 class LastChunkTimer:
     """Times the model's forward of the last chunk inside capture: the one that sees the whole prompt, as every
     replayed token does, so that the two compare token by token."""
@@ -197,70 +181,13 @@ class LastChunkTimer:
             self.seconds_per_token = (time.perf_counter() - self._start) / mb.rows.num_tokens
 
 
-def serve(connection, *bench_args) -> None:
-    """Process of one schedule: build, then answer (method, arguments) requests until told to stop (None)."""
-    try:
-        bench = Bench(*bench_args)
-        connection.send((True, None))
-        while (request := connection.recv()) is not None:
-            connection.send((True, getattr(bench, request[0])(*request[1:])))
-    except (EOFError, BrokenPipeError):
-        pass  # the parent is gone, and nobody is left to tell
-    except Exception:  # told to the parent, which stops the run with it
-        connection.send((False, traceback.format_exc()))
-
-
-class Worker:
-    """The parent's end of a schedule's process."""
-
-    def __init__(self, *bench_args):
-        context = multiprocessing.get_context("spawn")
-        self.connection, other = context.Pipe()
-        self.process = context.Process(target=serve, args=(other, *bench_args), daemon=True)
-        self.process.start()
-        other.close()
-
-    def ask(self, *request):
-        self.connection.send(request)
-        return self.answer()
-
-    def answer(self):
-        """Raises RuntimeError when the process failed (with its traceback) or was killed."""
-        try:
-            succeeded, value = self.connection.recv()
-        except EOFError:
-            self.process.join()
-            raise RuntimeError(f"a schedule's process ended with exit code {self.process.exitcode}") from None
-        if not succeeded:
-            raise RuntimeError(value)
-        return value
-
-    def stop(self) -> None:
-        self.connection.send(None)
-        self.process.join()
-
-
 # -- the whole run -------------------------------------------------------------------------------------------
 
 
 def run(configs: dict[str, Config], args: argparse.Namespace) -> dict:
-    workers = {name: Worker(name, config, args.prompt_tokens, args.response_tokens) for name, config in configs.items()}
-    for worker in workers.values():
-        worker.answer()
-    with tempfile.TemporaryDirectory() as folder:
-        files = {name: str(Path(folder) / f"{name}.pt") for name in workers}
-        results = {}
-        for name, worker in workers.items():
-            results[name] = worker.ask("measure", files[name])
-            _progress(f"{name}: {results[name]['peak_bytes'] / 1e6:.1f} MB")
-        grads = {name: torch.load(file) for name, file in files.items()}
-    timed: dict[str, list[dict]] = {name: [] for name in workers}
-    for _ in range(args.repeats):
-        for name, worker in workers.items():
-            timed[name].append(worker.ask("time"))
-            _progress(f"{name}: {timed[name][-1]['total_s']:.2f} s, {timed[name][-1]['cpu_s']:.2f} processor s")
-    for worker in workers.values():
-        worker.stop()
+    lengths = args.prompt_tokens, args.response_tokens
+    contenders = {name: (Bench, name, config, *lengths) for name, config in configs.items()}
+    results, grads, timed = measure_in_turns(contenders, args.repeats)
     schedules, last_chunk = {}, {}
     for name, times in timed.items():
         schedules[name] = {
@@ -272,20 +199,6 @@ def run(configs: dict[str, Config], args: argparse.Namespace) -> dict:
         }
         last_chunk[name] = min((t["last_chunk_s_per_token"] for t in times if t["last_chunk_s_per_token"]), default=None)
     return {"schedules": schedules, "ratios": ratios(schedules, last_chunk), "config": describe(configs, args)}
-
-
-def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def worst_error(grads: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
-    """Worst ||dg|| / ||g|| over parameters."""
-    norms = {name: float(grad.double().norm()) for name, grad in reference.items()}
-    total = float(np.linalg.norm(list(norms.values())))
-    return max(
-        float((grads[name] - grad).double().norm()) / (total if norms[name] < NEGLIGIBLE * total else norms[name])
-        for name, grad in reference.items()
-    )
 
 
 def ratios(schedules: dict[str, dict], last_chunk: dict[str, float | None]) -> dict[str, float]:

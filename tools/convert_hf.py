@@ -145,12 +145,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("import", "export", "verify"))
     parser.add_argument("--hf", "--hf-origin", metavar="DIR", help="Hugging Face model folder")
-    parser.add_argument("--save", metavar="DIR", help="folder to write; it must not hold anything yet")
     parser.add_argument("--tokens", type=int, default=64, help="verify: length of the compared sequence (default: 64)")
     parser.add_argument("--json", action="store_true", help="verify: print one JSON line")
     config, args = parse_args(extra=parser)
     needs = {"import": ("hf", "save"), "export": ("hf", "save", "load"), "verify": ("hf",)}[args.command]
-    given = {"hf": args.hf, "save": args.save, "load": config.checkpoint.load}
+    given = {"hf": args.hf, "save": config.checkpoint.save, "load": config.checkpoint.load}
     missing = [f"{args.command} needs --{name}" for name in needs if given[name] is None]
     if missing:
         raise ConfigError(missing)
@@ -162,9 +161,9 @@ def main() -> None:
     rollout = dataclasses.replace(config.rollout, max_prompt_length=None, max_response_length=1)
     config = with_model_of(dataclasses.replace(config, rollout=rollout), folder)
     if args.command == "import":
-        import_hf(config, folder, Path(args.save))
+        import_hf(config, folder, Path(config.checkpoint.save))
     elif args.command == "export":
-        export_hf(config, folder, Path(args.save))
+        export_hf(config, folder, Path(config.checkpoint.save))
     elif not verify(config, folder, args.tokens, args.json):
         raise ValueError("the folder and this project's model of it differ")
 

@@ -25,7 +25,9 @@ from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
+from megatron_longstraw.mcore.training_state import TrainingState, find_start
 from megatron_longstraw.run_log import RunLog
+from megatron_longstraw.sources import training_source
 from megatron_longstraw.train import exit_status, print_summary, train
 
 CURRICULUM = "16:100:64,32:40:64,64:20:32,128:8:16"
@@ -63,15 +65,23 @@ def main() -> None:
     config, args = parse_args(extra=parser)
     config = config.resolve()
     layout = parallel.initialize(config)
-    log = RunLog(config, active=dist.get_rank() == 0)
+    source = training_source(config, task(config))
+    start = find_start(config.checkpoint)
+    policy = Policy(config, layout, checkpoint=start.checkpoint)
+    log = RunLog(config, active=dist.get_rank() == 0, steps_done=start.steps)
     log.say(
         f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
         f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"
     )
     begin = time.perf_counter()
-    policy = Policy(config, layout)
-    warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
-    summary = train(policy, task(config), log)
+    if start.checkpoint is None:
+        warm_up(policy, args.warmup_curriculum, args.warmup_lr, log)
+    optimizer = PolicyOptimizer(policy)
+    state = TrainingState(policy, optimizer)
+    progress = state.restore(start)
+    for note in start.notes:
+        log.say(f"checkpoint {note}")
+    summary = train(policy, source, log, optimizer, state, progress)
     print_summary(log, config, summary)
     log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
     log.close()

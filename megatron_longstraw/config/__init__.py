@@ -7,8 +7,10 @@
 """
 from megatron_longstraw.config.parsing import (
     add_config_flags,
+    changed_settings,
     config_from_args,
     load_config,
+    load_toml,
     parse_args,
     to_toml,
 )
@@ -47,9 +49,11 @@ __all__ = [
     "SETTINGS",
     "Setting",
     "add_config_flags",
+    "changed_settings",
     "check",
     "config_from_args",
     "load_config",
+    "load_toml",
     "parse_args",
     "parse_bytes",
     "to_toml",

@@ -108,6 +108,27 @@ def to_toml(config: Config) -> str:
     return "\n".join(lines)
 
 
+def load_toml(text: str) -> Config:
+    """The configuration of a text that `to_toml` wrote, without what this version knows no more."""
+    values = {
+        key: value
+        for table in tomllib.loads(text).values()
+        for key, value in table.items()
+        if key in SETTINGS and SETTINGS[key].problem(SETTINGS[key].from_value(value)) is None
+    }
+    return _assemble({key: SETTINGS[key].from_value(value) for key, value in values.items()})
+
+
+def changed_settings(before: Config, after: Config) -> list[str]:
+    """One line per field whose value differs, with both values. Where checkpoints are is no difference."""
+    lines = []
+    for setting in SETTINGS.values():
+        old, new = (getattr(getattr(config, setting.section), setting.name) for config in (before, after))
+        if old != new and setting.section != "checkpoint":
+            lines.append(f"{setting.name} {old} -> {new}")
+    return lines
+
+
 def _assemble(values: Mapping[str, Any]) -> Config:
     sections = {
         section: section_type(

@@ -296,6 +296,23 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
             )
 
 
+    for name in ("save_interval", "async_save", "max_ckpt_to_keep", "save_retain_interval"):
+        if getattr(checkpoint, name) and checkpoint.save is None:
+            yield _problem(f"{name} {getattr(checkpoint, name)} without save", "a folder for checkpoints", "save", name)
+    if checkpoint.save_retain_interval and checkpoint.max_ckpt_to_keep is None:
+        yield _problem(
+            f"save_retain_interval {checkpoint.save_retain_interval} without max_ckpt_to_keep",
+            "a number of checkpoints to keep, without which all are kept",
+            "max_ckpt_to_keep",
+            "save_retain_interval",
+        )
+    if (checkpoint.resume_mode == "resume_path" or checkpoint.finetune) and checkpoint.load is None:
+        name = "finetune" if checkpoint.finetune else "resume_mode"
+        yield _problem(f"{name} {getattr(checkpoint, name)} without load", "a checkpoint folder", "load", name)
+    if checkpoint.resume_mode == "resume_path" and checkpoint.finetune:
+        yield _problem("finetune with resume_mode resume_path", "one of them", "finetune", "resume_mode")
+
+
 def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
     axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
     tp, pp, cp = (getattr(parallel, axis) for axis in axes)

@@ -107,6 +107,11 @@ class ModelConfig:
             moe_router_pre_softmax=pre_softmax,
         )
 
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Megatron's padding: up to a multiple of make_vocab_size_divisible_by * tp."""
+        multiple = self.make_vocab_size_divisible_by * tp_size
+        return -(-self.vocab_size // multiple) * multiple
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
@@ -292,7 +297,22 @@ class CheckpointConfig:
     hf_checkpoint: str | None = option(
         None, "Hugging Face model folder: the model's shape, and its weights unless load is given", **_TEXT
     )
-    load: str | None = option(None, "Megatron checkpoint folder to take the weights from", **_TEXT)
+    load: str | None = option(
+        None, "Megatron checkpoint folder: a trained one goes on where it stopped, a converted one gives its weights", **_TEXT
+    )
+    finetune: bool = option(False, "take the weights of load only: step 0, a new optimizer")
+    save: str | None = option(None, "folder for the run's checkpoints; none: they are not written", **_TEXT)
+    save_interval: int | None = option(None, "steps between checkpoints; none: one after the last step", minimum=1)
+    async_save: bool = option(False, "write checkpoints in the background")
+    max_ckpt_to_keep: int | None = option(None, "checkpoints that are kept, newest first; none: all", minimum=1)
+    save_retain_interval: int | None = option(
+        None, "keep checkpoints of these steps (multiples of it) beside the newest", minimum=1
+    )
+    resume_mode: str = option(
+        "auto",
+        "auto: go on from the newest checkpoint in save, if there is one; disable: never; resume_path: from load",
+        choices=("auto", "disable", "resume_path"),
+    )
     save_hf: str | None = option(
         None, "folder for the trained model in Hugging Face format, with hf_checkpoint's other files", **_TEXT
     )

@@ -8,7 +8,7 @@ import numpy as np
 from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.data.prompt_rows import PromptRow
 from megatron_longstraw.data.prompt_set import PromptSet
-from megatron_longstraw.data.tokenizers import Tokenizer, TokenizerError, load_tokenizer
+from megatron_longstraw.data.tokenizers import Tokenizer, TokenizerError, encode_prompt, load_tokenizer
 from megatron_longstraw.types import PromptGroup
 
 
@@ -131,14 +131,8 @@ class FileTask:
 
     def _all_ids(self, place: int, row: PromptRow) -> np.ndarray:
         """The final ids before any truncation."""
-        prompt = row.prompt
-        if isinstance(prompt, str) and self.data.apply_chat_template:
-            prompt = [{"role": "user", "content": prompt}]
         try:
-            if isinstance(prompt, list):
-                prompt = self.tokenizer.encode_chat(prompt)
-            elif isinstance(prompt, str):
-                prompt = self.tokenizer.encode(prompt)
+            prompt = encode_prompt(self.tokenizer, row.prompt, self.data.apply_chat_template)
         except TokenizerError as error:
             raise self._error(place, row, str(error)) from error
         if len(prompt) == 0:

@@ -9,7 +9,7 @@ from typing import Any, Iterator, Protocol, Sequence
 import numpy as np
 import orjson
 
-from megatron_longstraw.data.prompt_rows import RowError
+from megatron_longstraw.data.rows import RowError
 
 BATCH_BYTES = 2**24
 """About this much of a Parquet file is decoded at once."""

@@ -7,14 +7,11 @@ from typing import Any, Collection
 import numpy as np
 
 from megatron_longstraw.config import DataConfig
+from megatron_longstraw.data.rows import RowError
 
 PROMPT_IDS_KEY = "prompt_ids"
 """Column of prompts that are token ids already; where it is filled, the text beside it is not read."""
 SHOWN_CHARACTERS = 60
-
-
-class RowError(ValueError):
-    """A row cannot be used. One line: its number, its id if it has one, what it holds and what is needed."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ import numpy as np
 
 from megatron_longstraw.config import ConfigError, DataConfig
 from megatron_longstraw.data.prompt_files import PromptFileError, Rows, open_rows
-from megatron_longstraw.data.prompt_rows import PromptRow, RowError, columns, missing_columns, parse_prompt_row
+from megatron_longstraw.data.prompt_rows import PromptRow, columns, missing_columns, parse_prompt_row
+from megatron_longstraw.data.rows import RowError
 
 SHOWN_PROBLEMS = 20
 

@@ -151,6 +151,22 @@ class SentencePieceTokenizer:
         return self._anchor.text_after(ids[(ids >= 0) & (ids < self.vocab_size)])
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str | list[dict] | np.ndarray, as_chat: bool) -> np.ndarray:
+    """The final ids of a row's prompt before any truncation; ids stay what they are.
+
+    Args:
+        as_chat: wrap a text as a user's message.
+
+    Raises:
+        TokenizerError: the chat template is missing or refuses the messages.
+    """
+    if isinstance(prompt, str) and as_chat:
+        prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list):
+        return tokenizer.encode_chat(prompt)
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
+
 class _Anchor:
     """A piece to decode after, because decoders drop the space that a text begins with."""
 

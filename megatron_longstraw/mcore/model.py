@@ -31,12 +31,6 @@ _YARN_FIELDS = (
 )
 
 
-def padded_vocab_size(model: ModelConfig, tp_size: int) -> int:
-    """Megatron's padding: up to a multiple of make_vocab_size_divisible_by * tp."""
-    multiple = model.make_vocab_size_divisible_by * tp_size
-    return -(-model.vocab_size // multiple) * multiple
-
-
 def uses_transformer_engine(model: ModelConfig) -> bool:
     """Whether the Transformer Engine spec is built.
 
@@ -180,7 +174,7 @@ def _build_chunk(model: ModelConfig, config: TransformerConfig, tp_size: int, vp
     chunk = GPTModel(
         config,
         _block_spec(model, config, vp_stage),
-        padded_vocab_size(model, tp_size),
+        model.padded_vocab_size(tp_size),
         model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),

@@ -2,10 +2,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, Iterator
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_longstraw.mcore import cpu_runtime
@@ -45,6 +49,7 @@ class PolicyOptimizer:
                 ),
                 policy.ddp,
             )
+        self._prepare_state()
         decay_steps = options.lr_decay_iters or config.run.train_iters
         self.schedule = OptimizerParamScheduler(
             self._optimizer,
@@ -73,6 +78,114 @@ class PolicyOptimizer:
         self.schedule.step(increment=1)
         self.policy.weights_changed()
         return StepResult(float(grad_norm), lr)
+
+
+    # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def state(self, model_state: dict[str, Any], metadata: dict[str, Any], loading: bool) -> dict[str, Any]:
+        """Moments, master weights and schedule as a sharded state over that of the model."""
+        with cpu_runtime.tensor_scope():
+            optimizer = self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        return {"optimizer": optimizer, "opt_param_scheduler": self.schedule.state_dict()}
+
+    def load_state(self, state: dict[str, Any], plain: Any) -> None:
+        """Continue where a loaded `state` stopped.
+
+        Args:
+            plain: `plain_parts` of the state that was asked for. What is no tensor comes from it: the configuration's
+                learning rates, and groups of parameters as this layout has them (expert parallelism splits them).
+        """
+        num_steps = state["opt_param_scheduler"]["num_steps"]
+        with cpu_runtime.tensor_scope():
+            self._optimizer.load_state_dict(_with_steps(_overlay(plain, state["optimizer"]), num_steps))
+        self._own_steps()
+        self.schedule.num_steps = 0
+        self.schedule.step(increment=num_steps)
+        self.policy.weights_changed()
+
+    def _inner(self) -> Iterator[Any]:
+        """Megatron's optimizers of one torch optimizer each."""
+        chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        yield from (optimizer for optimizer in chained if not getattr(optimizer, "is_stub_optimizer", False))
+
+    def _prepare_state(self) -> None:
+        """Give torch's AdamW the state of no steps at once, which it would make in its first. Megatron's distributed
+        optimizer cannot save without (distrib_optimizer.py:641), nor load the step count that torch keeps with each
+        parameter (:940)."""
+        for optimizer in self._inner():
+            if not isinstance(optimizer.optimizer, torch.optim.AdamW):
+                continue  # Transformer Engine's and apex's fused Adam count steps per group
+            for group in optimizer.optimizer.param_groups:
+                for parameter in group["params"]:
+                    optimizer.optimizer.state[parameter] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                    }
+            if isinstance(optimizer, DistributedOptimizer):
+                optimizer._set_main_param_and_optimizer_states = partial(_set_without_step, optimizer)
+
+    def _own_steps(self) -> None:
+        """A step count for each parameter: Megatron hands all of them one tensor (distrib_optimizer.py:821-825),
+        which torch's AdamW would advance once per parameter, and the bias correction would be silently wrong."""
+        for optimizer in self._inner():
+            if isinstance(optimizer.optimizer, torch.optim.AdamW):
+                for values in optimizer.optimizer.state.values():
+                    values["step"] = values["step"].clone()
+
+
+def plain_parts(state: Any) -> Any:
+    """A sharded state with `LOADED` in place of everything that comes from the checkpoint's tensors."""
+    if isinstance(state, ShardedBase):
+        return LOADED
+    if isinstance(state, LocalNonpersistentObject):
+        return state.unwrap()
+    if isinstance(state, dict):
+        return {key: plain_parts(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(plain_parts(value) for value in state)
+    return state
+
+
+LOADED = object()
+
+
+def _overlay(plain: Any, loaded: Any) -> Any:
+    """`plain` with the values of `loaded` where it says `LOADED`."""
+    if plain is LOADED:
+        return loaded
+    if isinstance(plain, dict):
+        return {key: _overlay(value, _child(loaded, key)) for key, value in plain.items()}
+    if isinstance(plain, (list, tuple)):
+        return type(plain)(_overlay(value, _child(loaded, index)) for index, value in enumerate(plain))
+    return plain
+
+
+def _child(loaded: Any, key: Any) -> Any:
+    known = isinstance(loaded, dict) and key in loaded or isinstance(loaded, (list, tuple)) and key < len(loaded)
+    return loaded[key] if known else None
+
+
+def _with_steps(state: Any, num_steps: int) -> Any:
+    """The state with this count where Megatron keeps that of torch's AdamW: beside the moments, or in the groups of the
+    distributed optimizer."""
+    if not isinstance(state, dict):
+        return state
+    result = {key: _with_steps(value, num_steps) for key, value in state.items()}
+    if "param_groups" in state and "state" in state:
+        result["state"] = {**state["state"], "common_step": torch.tensor(float(num_steps))}
+    elif "param_groups" in state:
+        result["param_groups"] = [group | ({"step": num_steps} if "step" in group else {}) for group in state["param_groups"]]
+    return result
+
+
+def _set_without_step(optimizer: DistributedOptimizer, model_parameter: torch.nn.Parameter, tensors: dict) -> None:
+    """`DistributedOptimizer._set_main_param_and_optimizer_states` (distrib_optimizer.py:911-941) for torch's AdamW."""
+    group, order = optimizer.model_param_group_index_map[model_parameter]
+    main = optimizer.optimizer.param_groups[group]["params"][order]
+    for name, place in {"param": main, **optimizer.optimizer.state[main]}.items():
+        if name != "step":
+            place.copy_(tensors[name])
 
 
 def gradients_finite(policy: Policy) -> bool:

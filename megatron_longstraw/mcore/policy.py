@@ -11,12 +11,14 @@ from megatron.core.transformer.module import Float16Module
 from megatron_longstraw.config import Config
 from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
 from megatron_longstraw.mcore.logprobs import ResponseHead
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.mcore.weights import set_weights
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.prefix.store import StaleStoreError
+from megatron_longstraw.watchdog import Watchdog
 
 
 class Policy:
@@ -26,8 +28,10 @@ class Policy:
     backward has added since `zero_grad`, summed over dp-cp by `finalize_gradients`.
     """
 
-    def __init__(self, config: Config, layout: Layout, hf_folder: HFFolder | None = None):
-        """`hf_folder`: where the weights come from, unless --load names a checkpoint; without both they are random.
+    def __init__(
+        self, config: Config, layout: Layout, hf_folder: HFFolder | None = None, checkpoint: Checkpoint | None = None
+    ):
+        """`checkpoint`, `hf_folder`: where the weights come from, see `set_weights`.
 
         Raises:
             ConfigError, FolderError: they do not fit the model.
@@ -35,7 +39,7 @@ class Policy:
         self.config, self.layout = config, layout
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)
-        set_weights(self.chunks, config, hf_folder)
+        set_weights(self.chunks, config, hf_folder, checkpoint)
         for chunk in self.chunks:
             chunk.to(layout.device)
         self.megatron_config = self.chunks[0].config
@@ -50,6 +54,8 @@ class Policy:
                 layout.groups.tp,
             )
         self.meter = Meter()
+        self.watchdog: Watchdog | None = None
+        """Told of every micro-batch, if there is one."""
         self._steps = 0
         self._checksum = self.checksum()
 

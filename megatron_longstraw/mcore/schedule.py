@@ -68,6 +68,8 @@ def run_call(policy: Policy, items: list[CallItem], *, grad: bool, output: Outpu
 
 def _forward_step(policy: Policy, grad: bool, output: OutputFn | None, iterator, model):
     item = next(iterator)
+    if policy.watchdog is not None:
+        policy.watchdog.alive()
     hidden = model(item.token_ids, None, None, packed_seq_params=item.params)
     return hidden, partial(_loss, policy, grad, output, item)
 

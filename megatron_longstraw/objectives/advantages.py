@@ -13,14 +13,13 @@ from typing import Callable, Sequence
 
 import numpy as np
 
+from ..types import LARGEST_REWARD
+
 STD_EPSILON = 1e-6
 """Added to the std, as in verl, slime and SkyRL. Changing it changes training."""
 
 ZERO_VARIANCE_TOLERANCE = 1e-6
 """A std below this (relative to max(1, |mean|)) is the rounding of equal float32 rewards, not a signal."""
-
-LARGEST_REWARD = 1e150
-"""Squares of larger rewards overflow float64, and the std with them."""
 
 
 def group_advantages(

@@ -11,16 +11,14 @@ from __future__ import annotations
 import difflib
 import importlib
 import numbers
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from ..types import PromptGroup
+from ..types import LARGEST_REWARD, PromptGroup
 
 ERROR_POLICIES = ("fail", "zero", "skip")
-LARGEST_REWARD = 1e150
-"""Squares of larger rewards overflow in the statistics of the group."""
 
 
 class RewardError(RuntimeError):
@@ -38,20 +36,10 @@ class RewardReport:
     """The function raised or returned no number; reward 0.0 (zero) or None (skip)."""
     empty: int = 0
     """No tokens, so nothing to score."""
-    extra_metrics: dict[str, tuple[float, int]] = field(default_factory=dict)
-    """name -> (sum, count) of the other numbers in returned dicts."""
-
-    def add_extra(self, name: str, total: float, count: int) -> None:
-        old_total, old_count = self.extra_metrics.get(name, (0.0, 0))
-        self.extra_metrics[name] = (old_total + total, old_count + count)
 
     def __add__(self, other: RewardReport) -> RewardReport:
         names = ("scored", "abstained", "failed", "empty")
-        merged = RewardReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
-        for report in (self, other):
-            for name, (total, count) in report.extra_metrics.items():
-                merged.add_extra(name, total, count)
-        return merged
+        return RewardReport(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def load_function(spec: str, flag: str = "--reward-function") -> Callable[..., Any]:
@@ -89,7 +77,7 @@ def score_group(
     reward_function: Callable[..., Any],
     error_policy: str = "fail",
 ) -> RewardReport:
-    """Set the reward of every branch of a group, replacing what was there.
+    """Set `reward` and `rewards` of every branch of a group, replacing what was there.
 
     An empty response is not scored (None). When the function raises or returns no usable number, error_policy
     decides: "fail" raises and leaves the group as it was, "zero" rewards 0.0, "skip" gives no score.
@@ -114,7 +102,7 @@ def score_group(
     for i, (branch, solution_str) in enumerate(zip(group.branches, solution_strs)):
         if branch.num_tokens == 0:
             report.empty += 1
-            rewards.append(None)
+            rewards.append((None, {}))
             continue
         result, error = _call(reward_function, group, solution_str)
         value = result.get("score", _MISSING) if isinstance(result, dict) else result
@@ -128,10 +116,9 @@ def score_group(
         else:
             report.failed += 1
             reward, result = (0.0 if error_policy == "zero" else None), None
-        rewards.append(reward)
-        _collect_extra(report, result)
-    for branch, reward in zip(group.branches, rewards):
-        branch.reward = reward
+        rewards.append((reward, _other_numbers(result)))
+    for branch, (reward, others) in zip(group.branches, rewards):
+        branch.reward, branch.rewards = reward, others
     return report
 
 
@@ -161,12 +148,10 @@ def _as_number(value: Any) -> float | None:
     return float(value) if isinstance(value, numbers.Real) and abs(value) < LARGEST_REWARD else None
 
 
-def _collect_extra(report: RewardReport, result: Any) -> None:
-    """Add the numbers of a returned dict other than its score."""
-    for name, value in (result.items() if isinstance(result, dict) else ()):
-        number = _as_number(value)
-        if name != "score" and number is not None:
-            report.add_extra(name, number, 1)
+def _other_numbers(result: Any) -> dict[str, float]:
+    """The numbers of a returned dict other than its score."""
+    numbers = {name: _as_number(value) for name, value in (result.items() if isinstance(result, dict) else ())}
+    return {str(name): number for name, number in numbers.items() if name != "score" and number is not None}
 
 
 def _describe_failure(group: PromptGroup, branch_index: int, result: Any, error: Exception | None) -> str:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.rewards.loading import RewardError, RewardReport, score_group
-from megatron_longstraw.types import PromptGroup
+from megatron_longstraw.types import Branch, PromptGroup
 
 
 class Scorer:
@@ -29,7 +29,8 @@ class Scorer:
         if layout.is_cell_leader:
             try:
                 report = self._score_here(groups)
-                answer = [(report, [[branch.reward for branch in group.branches] for group in groups])]
+                rewards = [[(branch.reward, branch.rewards) for branch in group.branches] for group in groups]
+                answer = [(report, rewards)]
             except RewardError as error:
                 failure, answer = error, [str(error)]
         leader = dist.get_process_group_ranks(layout.cell)[0]
@@ -38,8 +39,8 @@ class Scorer:
             raise failure or RewardError(answer[0])
         report, rewards = answer[0]
         for group, values in zip(groups, rewards):
-            for branch, reward in zip(group.branches, values):
-                branch.reward = reward
+            for branch, (reward, others) in zip(group.branches, values):
+                branch.reward, branch.rewards = reward, others
         return rollout_metrics(groups, report)
 
     def _score_here(self, groups: list[PromptGroup]) -> RewardReport:
@@ -50,16 +51,23 @@ class Scorer:
         return report
 
 
-def rollout_metrics(groups: list[PromptGroup], report: RewardReport) -> MetricSums:
-    """verl's names. Every response counts once; unscored ones do not enter the score."""
+def given_report(groups: list[PromptGroup]) -> RewardReport:
+    """The report of responses whose rewards were given along with them."""
     branches = [branch for group in groups for branch in group.branches]
-    scores = [branch.reward for branch in branches if branch.reward is not None]
+    empty = sum(branch.num_tokens == 0 for branch in branches)
+    abstained = sum(branch.reward is None and branch.num_tokens > 0 for branch in branches)
+    return RewardReport(scored=len(branches) - empty - abstained, abstained=abstained, empty=empty)
+
+
+def rollout_metrics(groups: list[PromptGroup], report: RewardReport) -> MetricSums:
+    """verl's names. Every rollout counts once; unscored and empty ones do not enter the score."""
+    branches = [branch for group in groups for branch in group.branches]
+    scored = [branch for group in groups for branch in _scored(group)]
     lengths = [branch.num_tokens for branch in branches]
-    flat = sum(_no_spread(group) for group in groups)
-    extra = {f"reward/{name}": value for name, value in report.extra_metrics.items()}
-    return MetricSums(
+    flat = sum(len({branch.reward for branch in _scored(group)}) <= 1 for group in groups)
+    metrics = MetricSums(
         means={
-            "critic/score/mean": (float(sum(scores)), float(len(scores))),
+            "critic/score/mean": (float(sum(branch.reward for branch in scored)), float(len(scored))),
             "response_length/mean": (float(sum(lengths)), float(len(lengths))),
             "response_length/clip_ratio": (
                 float(sum(branch.finish_reason == "length" for branch in branches)),
@@ -67,7 +75,6 @@ def rollout_metrics(groups: list[PromptGroup], report: RewardReport) -> MetricSu
             ),
             "prompt_length/mean": (float(sum(group.num_prompt_tokens for group in groups)), float(len(groups))),
             "frac_reward_zero_std": (float(flat), float(len(groups))),
-            **extra,
         },
         totals={
             "reward/abstained": float(report.abstained),
@@ -75,12 +82,18 @@ def rollout_metrics(groups: list[PromptGroup], report: RewardReport) -> MetricSu
             "reward/empty": float(report.empty),
         },
         maxima={
-            "critic/score/max": max(scores, default=-np.inf),
+            "critic/score/max": max((branch.reward for branch in scored), default=-np.inf),
             "response_length/max": float(max(lengths, default=-np.inf)),
         },
     )
+    for branch in (group.branches[parts[0]] for group in groups for parts in group.rollouts()):
+        others = {f"reward/{name}": (number, 1.0) for name, number in branch.rewards.items()}
+        metrics = metrics + MetricSums(means=others)
+    return metrics
 
 
-def _no_spread(group: PromptGroup) -> bool:
-    scores = [branch.reward for branch in group.branches if branch.reward is not None]
-    return len(set(scores)) <= 1
+def _scored(group: PromptGroup) -> list[Branch]:
+    """One branch of every rollout that has tokens and a score."""
+    parts = ([group.branches[place] for place in places] for places in group.rollouts())
+    with_tokens = ([branch for branch in branches if branch.num_tokens] for branches in parts)
+    return [branches[0] for branches in with_tokens if branches and branches[0].reward is not None]

@@ -22,8 +22,11 @@ def test_files_and_flags_that_it_names_exist():
 
     for path in re.findall(r"(?:bash|python|torchrun [^`\n]*?) ((?:launch|tests|tools|examples)/\S+\.(?:sh|py))", README):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"launch/\w+/\S+\.toml", README):
+        assert (ROOT / path).exists(), path
     known = {flag for setting in SETTINGS.values() for flag in setting.flags}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README))
     others = {"--help", "--config", "--json", "--nproc-per-node", "--no-build-isolation", "--slow"}
-    tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size"}
+    others |= {"--nnodes", "--ntasks-per-node", "--dry-run", "--world-size", "--rdzv-backend", "--rdzv-endpoint"}
+    tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
     assert not named - known - others - tools

@@ -5,7 +5,6 @@ import pytest
 
 from megatron_longstraw.config import ConfigError, load_config
 from megatron_longstraw.convert.adopt import check_window, open_folder
-from megatron_longstraw.mcore.model import padded_vocab_size
 from tests.hf_models import adopt, edit_config, make_folder
 
 
@@ -83,4 +82,4 @@ def test_the_written_configuration_adopts_the_same_folder_again(folder, tmp_path
 def test_padded_vocabulary(vocab_size, tp_size, padded):
     """G03"""
     model = load_config(overrides={"vocab_size": vocab_size}).model
-    assert padded_vocab_size(model, tp_size) == padded
+    assert model.padded_vocab_size(tp_size) == padded

@@ -10,7 +10,7 @@ import pytest
 from megatron_longstraw.config import ConfigError, load_config
 from megatron_longstraw.data.file_task import FileTask, epoch_order, row_id
 from megatron_longstraw.data.task import check_prompts
-from megatron_longstraw.train import task_maker, with_stop_ids
+from megatron_longstraw.sources import task_maker, with_stop_ids
 from megatron_longstraw.types import Branch, PromptGroup, prompt_digest
 from tests import tiny_tokenizers
 from tests.tiny_tokenizers import IM_END

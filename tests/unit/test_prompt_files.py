@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from megatron_longstraw.config import ConfigError, DataConfig
 from megatron_longstraw.data.prompt_files import PromptFileError, iter_rows
-from megatron_longstraw.data.prompt_rows import RowError
+from megatron_longstraw.data.rows import RowError
 from megatron_longstraw.data.prompt_set import PromptSet
 
 KEYS = DataConfig()

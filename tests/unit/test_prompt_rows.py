@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from megatron_longstraw.config import DataConfig, parse_args
-from megatron_longstraw.data.prompt_rows import RowError, columns, missing_columns, parse_prompt_row
+from megatron_longstraw.data.prompt_rows import columns, missing_columns, parse_prompt_row
+from megatron_longstraw.data.rows import RowError
 
 KEYS = DataConfig()
 PLAIN = {"prompt": "2 + 2 =", "answer": "4"}

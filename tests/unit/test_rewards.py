@@ -8,6 +8,7 @@ import pytest
 
 from megatron_longstraw.rewards import exact_match
 from megatron_longstraw.rewards.loading import RewardError, RewardReport, load_function, score_group
+from megatron_longstraw.rollout.scoring import rollout_metrics
 from megatron_longstraw.types import Branch, PromptGroup
 
 
@@ -167,11 +168,11 @@ def test_other_numbers_of_a_dict_become_metrics():
         {"score": None, "acc": True},
     )
     report = score_group(group, ["a"] * 3, returning(*values), "fail")
-    assert report.extra_metrics == {"acc": (2.0, 3), "length": (4.0, 1), "bad": (2.0, 1)}
-    both = report + RewardReport(scored=2, failed=1, extra_metrics={"acc": (1.0, 2), "new": (1.0, 1)})
-    assert both.extra_metrics == {"acc": (3.0, 5), "length": (4.0, 1), "bad": (2.0, 1), "new": (1.0, 1)}
-    assert counts(both) == (4, 1, 1, 0)
-    assert report.extra_metrics["acc"] == (2.0, 3), "adding reports must not change them"
+    others = [{"acc": 1.0, "length": 4.0}, {"acc": 0.0, "bad": 2.0}, {"acc": 1.0}]
+    assert [branch.rewards for branch in group.branches] == others
+    metrics = rollout_metrics([group], report).to_means()
+    assert {name: metrics[f"reward/{name}"] for name in ("acc", "length", "bad")} == {"acc": 2 / 3, "length": 4.0, "bad": 2.0}
+    assert counts(report + RewardReport(scored=2, failed=1)) == (4, 1, 1, 0)
 
 
 FAILURES = [
@@ -209,7 +210,7 @@ def test_policies_zero_and_skip(failure, policy, reward):
     group = group_of(1, 0, 1, 1)
     report = score_group(group, ["a", "", "b", "c"], returning(1.0, failure, 0.5), policy)
     assert rewards_of(group) == [1.0, None, reward, 0.5] and counts(report) == (2, 0, 1, 1)
-    assert report.extra_metrics == {}
+    assert [branch.rewards for branch in group.branches] == [{}] * 4
 
 
 @pytest.mark.parametrize("policy", ["fail", "zero", "skip"])

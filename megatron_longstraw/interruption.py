@@ -1,0 +1,29 @@
+"""Stopping on request: a signal is noted when it comes and honoured at the next safe point, by all ranks together."""
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+"""Slurm sends USR1 ahead of a time limit (--signal), and TERM before it kills."""
+
+
+class Interrupted(Exception):
+    """The run was asked to stop and did, between two calls; no weight has moved since the last whole step."""
+
+
+class StopRequest:
+    """Whether this process was asked to stop. A second request does what the signal does by itself."""
+
+    def __init__(self):
+        self.received: str | None = None
+        """Name of the signal."""
+
+    def listen(self) -> None:
+        """Take the signals of this process (main thread only)."""
+        for number in SIGNALS:
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        signal.signal(number, signal.SIG_DFL)

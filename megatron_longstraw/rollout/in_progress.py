@@ -1,0 +1,79 @@
+"""Finished groups of a step that is not: their responses go to the disk as they come, so a stop does not lose them.
+
+    SAVE/in_progress/step_0000012-1f0c.../9b2e....jsonl      one group, in the format of rollout files
+
+A folder belongs to one step under one set of weights and one layout; under another it is not found, and the groups are
+sampled again (to the same tokens, because each is keyed by what it is).
+"""
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_longstraw.data.rollout_files import RolloutReader
+from megatron_longstraw.data.rollout_groups import format_group
+from megatron_longstraw.mcore.packing import PromptBatch
+from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.types import PromptGroup, prompt_digest
+
+FOLDER = "in_progress"
+
+
+class FinishedGroups:
+    """Responses of the current step's groups on the disk."""
+
+    def __init__(self, policy: Policy, save: str | Path):
+        self.policy, self.root = policy, Path(save) / FOLDER
+        self.folder: Path | None = None
+
+    def begin(self, step: int) -> None:
+        """Start a step: what others left is removed. A call of all ranks."""
+        checksums: list[int] = [0] * dist.get_world_size()
+        dist.all_gather_object(checksums, self.policy.checksum())
+        weights = hashlib.sha256(repr(checksums).encode()).hexdigest()[:12]
+        self.folder = self.root / f"step_{step:07d}-{weights}"
+        if dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for other in self.root.iterdir():
+                if other != self.folder:
+                    shutil.rmtree(other)
+        dist.barrier()
+
+    def load(self, step: int, batch: PromptBatch | None) -> bool:
+        """Fill a batch with the responses it had, alike on all ranks of the replica; False if any group has none."""
+        if batch is None:
+            return False
+        paths = [self._path(group) for group in batch.groups]
+        if not self._agree(all(path.exists() for path in paths)):
+            return False
+        for group, path in zip(batch.groups, paths):
+            (saved,) = RolloutReader(path, self.policy.config.data.max_row_bytes).prompts(step, 1)
+            group.branches = saved.branches
+            for branch in group.branches:
+                branch.reward, branch.rewards = None, {}
+        return True
+
+    def keep(self, step: int, batch: PromptBatch | None) -> None:
+        """Write the responses of a batch."""
+        if batch is None or not self.policy.layout.is_cell_leader:
+            return
+        for group in batch.groups:
+            path = self._path(group)
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(format_group(step, group))
+            os.replace(partial, path)
+
+    def _agree(self, found: bool) -> bool:
+        """Ranks of a replica see one folder, but not all at the same moment."""
+        answer = [found]
+        leader = dist.get_process_group_ranks(self.policy.layout.cell)[0]
+        dist.broadcast_object_list(answer, src=leader, group=self.policy.layout.cell)
+        return answer[0]
+
+    def _path(self, group: PromptGroup) -> Path:
+        name = hashlib.sha256(f"{group.group_id!r}/{prompt_digest(group.prompt_ids)}".encode()).hexdigest()[:32]
+        return self.folder / f"{name}.jsonl"
