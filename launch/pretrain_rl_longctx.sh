@@ -7,10 +7,10 @@
 #     srun --ntasks-per-node=1 bash launch/pretrain_rl_longctx.sh [FLAGS]      # inside a Slurm job, on all its nodes
 #
 # Without flags it runs the quickstart: examples/needle/train.py with the flags below, to which yours are appended, so
-# that yours win. Name a configuration, a model or prompts of your own (--config, --hf-checkpoint, --train-files,
-# --prompt-function) and it runs megatron_longstraw.train with your flags alone; for a run of your own in this form,
-# copy this file and change the groups. Where no parallel size is given, all ranks share each prompt (context
-# parallelism). --dry-run or DRY_RUN=1 prints the plan and stops; --help lists the flags.
+# that yours win. Name a configuration, a model, prompts or rollouts of your own (--config, --hf-checkpoint,
+# --train-files, --prompt-function, --rollout-file) and it runs megatron_longstraw.train with your flags alone; for a
+# run of your own in this form, copy this file and change the groups. Where no parallel size is given, all ranks share
+# each prompt (context parallelism). --dry-run or DRY_RUN=1 prints the plan and stops; --help lists the flags.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
@@ -50,7 +50,8 @@ OPTIMIZER_ARGS=(
 )
 
 case " ${*//=/ } " in
-    *" --config "* | *" --hf-checkpoint "* | *" --train-files "* | *" --prompt-data "* | *" --prompt-function "*)
+    *" --config "* | *" --hf-checkpoint "* | *" --train-files "* | *" --prompt-data "* | *" --prompt-function "* | \
+        *" --rollout-file "* | *" --load-debug-rollout-data "*)
         program=(megatron_longstraw.train) ;;
     *)
         program=("$root/examples/needle/train.py" "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" "${CKPT_ARGS[@]}"

@@ -87,7 +87,9 @@ class RLStep:
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
-        report = StepReport(own, self._score(own))
+        with self.policy.meter.measure("reward"):
+            scores = self._score(own)
+        report = StepReport(own, scores)
         if self.save is not None:
             self.save(step, groups)
         for work in minibatches:
@@ -116,7 +118,7 @@ class RLStep:
             return
         kept_bytes = 0
         for number, work in enumerate(minibatches):
-            for item in work:
+            for item in self.policy.meter.track("sample", work):
                 self.stop_if_asked()
                 store = capture(self.policy, item.batch, walk_back=number == 0)
                 if self.scorer is not None:
@@ -124,6 +126,7 @@ class RLStep:
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
                 num_bytes = 0 if store is None else store.nbytes
+                self.policy.meter.peak("prefix/state_bytes", kept_bytes + num_bytes)
                 if number == 0 and self._fits(kept_bytes + num_bytes):
                     item.store, kept_bytes = store, kept_bytes + num_bytes
                 elif store is not None:
@@ -179,7 +182,8 @@ class RLStep:
         if not gradients_finite(self.policy):
             report.skipped.append("not finite")
             return
-        result = self.optimizer.step()
+        with self.policy.meter.measure("optimizer"):
+            result = self.optimizer.step()
         report.updates += 1
         share = 1.0 / self.policy.layout.dp_size  # every rank reports the same value
         report.metrics = report.metrics + MetricSums(

@@ -62,14 +62,16 @@ def accumulate_gradients(
     check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
+    kept_bytes = sum(item.store.nbytes for item in work if item.store is not None)
     policy.zero_grad()
-    for item in work:
+    for item in policy.meter.track("update", work):
         between_calls()
         weigh = _TokenWeights(objective, item, totals)
         if policy.config.prefix.schedule == "full":
             logprobs, entropy = _full_update(policy, item, weigh)
         else:
-            logprobs, entropy = _branch_update(policy, item, weigh, between_calls)
+            kept_bytes -= 0 if item.store is None else item.store.nbytes
+            logprobs, entropy = _branch_update(policy, item, weigh, kept_bytes, between_calls)
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics
@@ -80,8 +82,9 @@ def _nothing() -> None:
 
 
 def _branch_update(
-    policy: Policy, item: Work, weigh: _TokenWeights, between_calls: Callable[[], None]
+    policy: Policy, item: Work, weigh: _TokenWeights, kept_bytes: int, between_calls: Callable[[], None]
 ) -> tuple[Table, Table]:
+    """`kept_bytes`: states of later work, which are held meanwhile."""
     store = item.store or capture(policy, item.batch)
     item.store = None
     between_calls()
@@ -89,6 +92,8 @@ def _branch_update(
         weigh.at(score(policy, store, item.batch)[0])
     logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
     between_calls()
+    if store is not None:  # at its largest: the gradients of K, V have just come
+        policy.meter.peak("prefix/state_bytes", kept_bytes + store.nbytes)
     prefix_backward(policy, store, item.batch)
     if store is not None:
         store.release()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Callable
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from megatron_longstraw.agreement import check_ranks_agree
@@ -32,7 +33,7 @@ from megatron_longstraw.rewards.loading import RewardError, load_function
 from megatron_longstraw.rollout.files import RolloutSaver
 from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
-from megatron_longstraw.run_log import RunLog, peak_memory_bytes
+from megatron_longstraw.run_log import RunLog, check_sinks, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
 from megatron_longstraw.user_errors import report as report_error
 from megatron_longstraw.watchdog import Watchdog
@@ -85,6 +86,7 @@ def train(
     finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
     rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
     total, tokens_dense, rewards = Meter(), 0, list(log.rewards)
+    policy.meter.watcher = log.progress
     policy.watchdog = watchdog = Watchdog(60.0 * config.parallel.distributed_timeout_minutes)
     try:
         for step in range(progress.steps, config.run.train_iters):
@@ -124,16 +126,23 @@ def step_metrics(policy: Policy, report: StepReport, step_s: float) -> dict[str,
     meter, prefix = policy.meter, policy.config.prefix
     once = meter.tokens("capture") + meter.tokens("prefix_backward") if prefix.schedule == "branch" else meter.tokens("full")
     dense = sum(group.num_prefix_tokens for group in report.updated for branch in group.branches if branch.num_tokens)
+    handled = sum(group.num_prompt_tokens + branch.num_tokens for group in report.groups for branch in group.branches)
     own = MetricSums(
         totals={
             "prefix/tokens_once": float(once),
             "prefix/tokens_dense": float(dense),
+            "perf/total_num_tokens": float(handled),
             "training/updates": report.updates / policy.layout.dp_size,
             "training/nonfinite_steps": report.skipped.count("not finite") / policy.layout.dp_size,
             "training/no_signal_steps": report.skipped.count("no signal") / policy.layout.dp_size,
         }
     )
     metrics = merge(policy, report.metrics + own).to_means()
+    once, dense = metrics["prefix/tokens_once"], metrics["prefix/tokens_dense"]
+    metrics["prefix/saved_fraction"] = 1.0 - once / dense if dense else 0.0
+    metrics["prefix/state_bytes"], peak_bytes = largest(policy, [meter.peaks.get("prefix/state_bytes", 0), peak_memory_bytes()])
+    metrics["perf/max_memory_allocated_gb"] = peak_bytes / 2**30
+    metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / dist.get_world_size()
     metrics["timing_s/step"] = step_s
     for name, cost in meter.costs.items():
         metrics[f"timing_s/{name}"] = cost.seconds
@@ -150,6 +159,13 @@ def merge(policy: Policy, own: MetricSums) -> MetricSums:
     for part in parts:
         merged = merged + part
     return merged
+
+
+def largest(policy: Policy, values: list[float]) -> list[float]:
+    """Each value's maximum over all ranks."""
+    maxima = torch.tensor(values, dtype=torch.float64, device=policy.layout.device)
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return maxima.tolist()
 
 
 def _stop_if_nonfinite(config: Config, step: int, in_a_row: int) -> None:
@@ -174,7 +190,7 @@ def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
             f"{summary.tokens_dense:,} forward and backward"
         )
     for name, (seconds, tokens) in summary.calls.items():
-        log.say(f"{name:<16}{seconds:9.2f} s {tokens:12,} tokens")
+        log.say(f"{name:<16}{seconds:9.2f} s" + (f" {tokens:12,} tokens" if tokens else ""))
     log.say(f"memory     peak {peak_memory_bytes() / 2**20:.0f} MiB on rank 0")
     log.say(f"metrics    {log.folder / 'metrics.jsonl'}")
     picture = log.plot_rewards()
@@ -192,6 +208,7 @@ def run(config: Config) -> RunSummary:
     check_window(config, folder)
     if config.checkpoint.save_hf is not None:
         check_target(Path(config.checkpoint.save_hf))
+    check_sinks(config)
     load_function(config.reward.reward_function)
     make_task = task_maker(config)
     layout = parallel.initialize(config)
@@ -208,7 +225,7 @@ def run(config: Config) -> RunSummary:
     progress = state.restore(start)
     stop = StopRequest()
     stop.listen()
-    log = RunLog(config, active=dist.get_rank() == 0, steps_done=progress.steps)
+    log = RunLog(config, active=dist.get_rank() == 0, first_step=progress.steps)
     try:
         for warning in folder.warnings if folder else ():
             log.say(f"warning    {warning}")

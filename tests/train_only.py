@@ -38,6 +38,9 @@ class Prompts:
     def render(self, token_ids: np.ndarray) -> str:
         return " ".join(map(str, token_ids))
 
+OF_THE_MACHINE = ("timing_s/", "perf/", "prefix/state_bytes")
+"""Metrics of what it cost: a sampling run holds all states at once, a train-only run one after the other."""
+
 
 def task(config) -> Prompts:
     return Prompts()
@@ -60,7 +63,7 @@ def run(folder: Path, with_prompts: bool = True, **options) -> tuple[dict[tuple,
     metrics = []
     if log.active:
         lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        metrics = [{key: value for key, value in line.items() if not key.startswith("timing_s/")} for line in lines]
+        metrics = [{key: value for key, value in line.items() if not key.startswith(OF_THE_MACHINE)} for line in lines]
     return weights(policy), metrics
 
 

@@ -68,7 +68,7 @@ def main() -> None:
     source = training_source(config, task(config))
     start = find_start(config.checkpoint)
     policy = Policy(config, layout, checkpoint=start.checkpoint)
-    log = RunLog(config, active=dist.get_rank() == 0, steps_done=start.steps)
+    log = RunLog(config, active=dist.get_rank() == 0, first_step=start.steps)
     log.say(
         f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
         f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"

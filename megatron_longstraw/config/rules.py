@@ -32,6 +32,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _schedule_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
+    problems += _logging_problems(resolved)
     if world_size is not None:
         problems += _world_problems(parallel, world_size)
     return problems
@@ -294,8 +295,6 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
                 "hf_checkpoint",
                 name,
             )
-
-
     for name in ("save_interval", "async_save", "max_ckpt_to_keep", "save_retain_interval"):
         if getattr(checkpoint, name) and checkpoint.save is None:
             yield _problem(f"{name} {getattr(checkpoint, name)} without save", "a folder for checkpoints", "save", name)
@@ -311,6 +310,13 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
         yield _problem(f"{name} {getattr(checkpoint, name)} without load", "a checkpoint folder", "load", name)
     if checkpoint.resume_mode == "resume_path" and checkpoint.finetune:
         yield _problem("finetune with resume_mode resume_path", "one of them", "finetune", "resume_mode")
+
+
+def _logging_problems(config: Config) -> Iterator[str]:
+    for name in ("wandb_exp_name", "wandb_save_dir"):
+        value = getattr(config.logging, name)
+        if value is not None and config.logging.wandb_project is None:
+            yield _problem(f"{name} {value} without wandb_project", "the project it belongs to", "wandb_project", name)
 
 
 def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:

@@ -354,6 +354,20 @@ class RunConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoggingConfig:
+    """Where metrics go beside run_dir (metrics.jsonl, tensorboard), and what a long step shows."""
+
+    wandb_project: str | None = option(
+        None, "send metrics to this project of Weights & Biases (WANDB_MODE=offline: to disk only); none: do not", **_TEXT
+    )
+    wandb_exp_name: str | None = option(None, "name of the run there; none: the last part of run_dir", **_TEXT)
+    wandb_save_dir: str | None = option(None, "folder for its local files; none: run_dir", **_TEXT)
+    progress_interval_s: float = option(
+        30.0, "seconds without a line after which a running step says how far it is (a terminal shows bars)", above=0.0
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -367,6 +381,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
     given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
     """Names of the fields that a file, a flag or an override set, whether or not to another value."""
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
+from typing import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_longstraw.context_parallel.layout import slice_sequence
 from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.metering import Amount
 from megatron_longstraw.prefix.microbatch import MicroBatch
 
 
@@ -53,6 +54,8 @@ def run_call(policy: Policy, items: list[CallItem], *, grad: bool, output: Outpu
     if not padded:
         return []
     iterators = [iter(padded) for _ in policy.ddp]
+    if len(items) > 1 and output is None:  # sampling counts its own steps
+        iterators[-1] = _told(policy, padded)
     with policy.headless(), policy.no_sync() if grad else torch.no_grad():
         results = get_forward_backward_func()(
             forward_step_func=partial(_forward_step, policy, grad, output),
@@ -64,6 +67,20 @@ def run_call(policy: Policy, items: list[CallItem], *, grad: bool, output: Outpu
             forward_only=not grad,
         )
     return results[: len(items)]
+
+
+def _told(policy: Policy, items: list[CallItem]) -> Iterator[CallItem]:
+    """The micro-batches, telling the meter how many went before each. The schedule asks for one when it is about to
+    run it (of an interleaved pipeline's model chunks, the last one's turn comes last)."""
+    done = [Amount(0)]
+    for item in items:
+        rows, last = item.params.micro_batch.rows, done[-1]
+        tokens = rows.num_tokens * len(item.token_ids)
+        pairs = tokens * (2 * rows.start + rows.num_tokens) // 2
+        done.append(Amount(last.parts + 1, last.tokens + tokens, last.pairs + pairs))
+    for item, before in zip(items, done):
+        policy.meter.progress(before, done[-1])
+        yield item
 
 
 def _forward_step(policy: Policy, grad: bool, output: OutputFn | None, iterator, model):

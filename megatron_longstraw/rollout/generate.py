@@ -15,6 +15,7 @@ from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.mcore.packing import PromptBatch
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.schedule import CallItem, run_call
+from megatron_longstraw.metering import Amount
 from megatron_longstraw.prefix.decode import DecodeState
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.rollout.sampling import keyed_uniform, sample
@@ -34,7 +35,9 @@ def generate(policy: Policy, store: PrefixStore | None, batch: PromptBatch | Non
     tokens_before = policy.meter.tokens("rollout")
     with policy.meter.measure("rollout"):
         rows = None if batch is None else _Rows(policy, store, batch, step)
-        for _ in range(policy.config.rollout.max_response_length):
+        longest = policy.config.rollout.max_response_length
+        for length in range(longest):
+            policy.meter.progress(Amount(length), Amount(longest))
             if _everyone_done(policy, rows):
                 break
             _decode_step(policy, rows)

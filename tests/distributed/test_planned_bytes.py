@@ -11,7 +11,7 @@ from tests.helpers import TINY, random_groups, tiny_trainer
 
 from .launch import run_ranks
 
-PROMPT_TOKENS = 71
+PROMPT_TOKENS = 72
 BASE = dict(
     num_layers=4,
     kv_channels=16,

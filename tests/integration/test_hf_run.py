@@ -53,7 +53,7 @@ def options_of(source, run_dir, **options):
 
 def metrics(run_dir):
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if not name.startswith("timing")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(("timing", "perf"))} for line in lines]
 
 
 def test_a_run_leaves_a_folder_that_transformers_loads(source, tmp_path, capsys):

@@ -26,7 +26,7 @@ def test_files_and_flags_that_it_names_exist():
         assert (ROOT / path).exists(), path
     known = {flag for setting in SETTINGS.values() for flag in setting.flags}
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README))
-    others = {"--help", "--config", "--json", "--nproc-per-node", "--no-build-isolation", "--slow"}
+    others = {"--help", "--config", "--json", "--nproc-per-node", "--no-build-isolation", "--slow", "--logdir"}
     others |= {"--nnodes", "--ntasks-per-node", "--dry-run", "--world-size", "--rdzv-backend", "--rdzv-endpoint"}
     tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
     assert not named - known - others - tools

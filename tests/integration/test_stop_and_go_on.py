@@ -39,7 +39,7 @@ def run(tmp_path, **options):
     finally:
         path = tmp_path / "run" / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return [{name: value for name, value in line.items() if not name.startswith("timing")} for line in lines]
+    return [{name: value for name, value in line.items() if not name.startswith(("timing", "perf"))} for line in lines]
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from megatron_longstraw.config import load_config, validate
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_longstraw"
 SCRIPTS = sorted([*ROOT.glob("launch/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob("examples/**/*.sh"), ROOT / ".ci/run"])
-DISTRIBUTION_OF = {"megatron": "megatron-core"}
+DISTRIBUTION_OF = {"megatron": "megatron-core", "PIL": "pillow"}
 """Where the import is called otherwise than what is installed."""
 TESTED_EXTRAS = ("test", "logging")
 """The other extras need a GPU or are compared with on request, and bring versions of their own."""
@@ -53,7 +53,7 @@ def pins():
 
 
 def test_extras(extras):
-    assert set(extras) == {"te", "test", "logging", "peers", "vllm"}
+    assert set(extras) == {"te", "test", "logging", "wandb", "peers", "vllm"}
 
 
 def test_pins_are_exact_public_versions(pins):

@@ -1,8 +1,10 @@
 """What a command line comes to, by the environment it is typed in."""
+import subprocess
 import sys
 
 import pytest
 
+from megatron_longstraw import user_errors
 from megatron_longstraw.config import ConfigError
 from megatron_longstraw.launch import start
 from megatron_longstraw.slurm import SlurmError
@@ -85,8 +87,6 @@ def test_dry_run_plans_for_the_ranks_that_would_run():
 
 
 def test_a_dry_run_and_its_errors_need_no_torch():
-    import subprocess
-
     code = (
         "import sys\nfrom megatron_longstraw.launch import main\n"
         "assert main(['mod', '--dry-run', '--world-size', '8']) == 0\nassert 'torch' not in sys.modules"
@@ -110,3 +110,14 @@ def test_a_dry_run_and_its_errors_need_no_torch():
 def test_what_cannot_run_is_said_before(flags, environ, message):
     with pytest.raises(ConfigError, match=message):
         start("mod", flags if environ else [*FLAGS, "--nproc-per-node", "2", *flags], environ)
+
+
+def test_rank_0_speaks_first_and_others_only_if_it_does_not(monkeypatch, capsys):
+    """torchrun ends every rank soon after the first has failed."""
+    waits = []
+    monkeypatch.setattr(user_errors.time, "sleep", waits.append)
+    user_errors.report(ValueError("the reason"))
+    assert (capsys.readouterr().err, waits) == ("ValueError: the reason\n", [])
+    monkeypatch.setenv("RANK", "3")
+    user_errors.report(ValueError("the reason"))
+    assert (capsys.readouterr().err, waits) == ("rank 3: ValueError: the reason\n", [user_errors.PATIENCE_S])

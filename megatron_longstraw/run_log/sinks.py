@@ -1,0 +1,144 @@
+"""Where the metrics of a step go: JSON lines, TensorBoard, and Weights & Biases when asked for."""
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+import orjson
+
+from megatron_longstraw.config import SECTIONS, Config, ConfigError, to_toml
+
+STEP = "training/global_step"
+
+
+class JsonLines:
+    """metrics.jsonl: one object a step; null stands for a number that is not finite."""
+
+    def __init__(self, path: Path, first_step: int):
+        """Keeps the lines of steps before `first_step`, and begins anew where there are none."""
+        kept = read_metrics(path)[0] if first_step and path.exists() else []
+        partial = path.with_suffix(".partial")  # killed here, the old file is whole
+        partial.write_bytes(b"".join(_line(row) for row in kept if row[STEP] < first_step))
+        partial.replace(path)
+        self._file = path.open("ab")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._file.write(_line({STEP: step, **metrics}))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _line(row: dict) -> bytes:
+    return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def read_metrics(path: Path) -> tuple[list[dict], str | None]:
+    """The rows of a metrics.jsonl, and what is wrong with its last line if that was cut off (a run in progress, or
+    one that was killed): such a line is left out.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: another line is not a row of metrics.
+    """
+    lines, rows = path.read_bytes().split(b"\n"), []
+    for number, line in enumerate(lines, start=1):
+        if not line and number == len(lines):
+            break
+        try:
+            row = orjson.loads(line)
+            if not isinstance(row, dict) or STEP not in row:
+                raise ValueError(f"no {STEP}")
+            rows.append(row)
+        except ValueError as error:
+            if number == len(lines):
+                return rows, f"line {number} is cut off after {len(line)} bytes and was left out"
+            raise ValueError(f"{path}, line {number}: is not a row of metrics ({error})") from None
+    return rows, None
+
+
+class TensorBoard:
+    """Event files; with --wandb-project or without."""
+
+    def __init__(self, folder: Path, config: Config, first_step: int):
+        from torch.utils.tensorboard import SummaryWriter  # takes seconds to load; only the rank that writes needs it
+
+        # purge_step: what an earlier run left in the folder, from this step on, is not shown
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
+        self._writer.add_text("config", f"```toml\n{to_toml(config)}\n```", first_step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases (--wandb-project); `where` says where to see it. Prints nothing itself."""
+
+    def __init__(self, config: Config):
+        """Raises:
+        ConfigError: wandb cannot start the run.
+        """
+        wandb, logging = _wandb(), config.logging
+        folder = Path(logging.wandb_save_dir or config.run.run_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = wandb.Settings(
+            silent=True,
+            console="off",  # it would copy the screen, bars and all
+            save_code=False,
+            disable_git=True,  # an address of a remote may hold a password
+        )
+        try:
+            self._run = wandb.init(
+                project=logging.wandb_project,
+                name=logging.wandb_exp_name or Path(config.run.run_dir).name,
+                dir=str(folder),
+                config={section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS},
+                settings=settings,
+            )
+        except wandb.Error as error:
+            raise ConfigError([
+                f"--wandb-project {logging.wandb_project}: wandb cannot start a run ({error}); "
+                "WANDB_MODE=offline in the environment keeps it on this machine"
+            ]) from None  # fmt: skip
+        offline = self._run.offline
+        self.where = f"wandb sync {Path(self._run.dir).parent}" if offline else self._run.url
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish(exit_code=int(sys.exc_info()[0] is not None))
+
+
+def check_sinks(config: Config) -> None:
+    """Whether the metrics can go where they should, as far as the rank that writes them can know beforehand.
+
+    Raises:
+        ConfigError: wandb is wanted and is not installed, or has no key.
+    """
+    if config.logging.wandb_project is None or os.environ.get("RANK", "0") != "0":
+        return
+    wandb = _wandb()
+    if wandb.setup().settings.mode == "online" and not wandb.login(prompt=False, verify=False):
+        raise ConfigError([
+            f"--wandb-project {config.logging.wandb_project}: wandb has no API key; need `wandb login`, or WANDB_API_KEY "
+            "or WANDB_MODE=offline in the environment"
+        ])  # fmt: skip
+
+
+def _wandb():
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError([
+            f"--wandb-project needs the package wandb ({error}); pip install 'megatron_longstraw[wandb]'"
+        ]) from None  # fmt: skip
+    return wandb
