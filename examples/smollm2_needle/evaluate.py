@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -37,22 +36,24 @@ NEARLY_GREEDY = 1e-4
 """A temperature at which only ties are left to chance."""
 
 
-def own_answers(policy: Policy, task: FileTask, groups: list[PromptGroup]) -> Iterator[str]:
+def own_answers(policy: Policy, task: FileTask, groups: list[PromptGroup]) -> list[str]:
     """By this project: capture, then one response per prompt."""
     for batch in batch_prompts(groups, 1):
         store = capture(policy, batch, walk_back=False)
         generate(policy, store, batch, step=0)
         store.release()
-        yield task.render(batch.groups[0].branches[0].response_ids)
+    # Batches bring prompts of equal length together, so their order is not that of the groups.
+    return [task.render(group.branches[0].response_ids) for group in groups]
 
 
-def transformers_answers(config: Config, task: FileTask, groups: list[PromptGroup]) -> Iterator[str]:
+def transformers_answers(config: Config, task: FileTask, groups: list[PromptGroup]) -> list[str]:
     """By transformers, from the folder alone."""
     import transformers
 
     transformers.logging.disable_progress_bar()
     dtype = torch.bfloat16 if config.model.bf16 else torch.float32
     model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=dtype)
+    answers = []
     for group in groups:
         ids = torch.from_numpy(group.prompt_ids)[None]
         output = model.generate(
@@ -61,7 +62,8 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
             do_sample=False,
             max_new_tokens=config.rollout.max_response_length,
         )
-        yield task.render(output[0, ids.shape[1] :].numpy())
+        answers.append(task.render(output[0, ids.shape[1] :].numpy()))
+    return answers
 
 
 def evaluate(config: Config, by_transformers: bool) -> list[dict]:
@@ -73,9 +75,9 @@ def evaluate(config: Config, by_transformers: bool) -> list[dict]:
     groups = task.prompts(0, len(task.kept))
     own = groups[layout.dp_rank :: layout.dp_size]
     if by_transformers:
-        answers = list(transformers_answers(config, task, own))
+        answers = transformers_answers(config, task, own)
     else:
-        answers = list(own_answers(Policy(config, layout, folder), task, own))
+        answers = own_answers(Policy(config, layout, folder), task, own)
     parts: list[list[str]] = [answers]
     if layout.dp_size > 1:
         parts = [[]] * layout.dp_size

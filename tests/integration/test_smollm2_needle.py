@@ -95,12 +95,18 @@ def test_one_step_and_back_into_transformers(model, prompts, tmp_path):
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "trained"))
     assert before.keys() == after.keys()
     assert all((before[name] != after[name]).any() for name in before if "norm" not in name), "every matrix was trained"
-    # In float32, because in bfloat16 two implementations may choose between near ties differently.
-    options |= {"hf_checkpoint": str(tmp_path / "trained"), "train_files": (str(prompts["heldout"]),), "save_hf": None}
+    # The third prompt has the first one's length: batches bring the two together. In float32, because in bfloat16 two
+    # implementations may choose between near ties differently.
+    rows = read(prompts["heldout"])[:2]
+    rows.append(rows[0] | {"id": "again"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options |= {"hf_checkpoint": str(tmp_path / "trained"), "train_files": (str(tmp_path / "rows.jsonl"),)}
+    options |= {"save_hf": None}
     config = load_config([CONFIG], options | {"bf16": False, "group_size": 1, "temperature": 1e-4, "shuffle": False})
     ours, theirs = evaluate(config, by_transformers=False), evaluate(config, by_transformers=True)
     assert ours == theirs
-    assert [row["id"] for row in ours] == ["heldout-0", "heldout-1", "heldout-2"]
+    assert [row["id"] for row in ours] == ["heldout-0", "heldout-1", "again"]
+    assert ours[0]["answer"] == ours[2]["answer"] != ours[1]["answer"]
 
 
 def test_a_package_that_pip_cannot_bring_is_named(tmp_path, monkeypatch):
