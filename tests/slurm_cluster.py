@@ -85,7 +85,8 @@ class Cluster:
 
     def call(self, *command, **options) -> subprocess.CompletedProcess:
         return subprocess.run(
-            [str(part) for part in command], env=self.environ, capture_output=True, text=True, timeout=60, **options
+            [str(part) for part in command],
+            **{"env": self.environ, "capture_output": True, "text": True, "timeout": 60} | options,
         )
 
     def logs(self) -> str:

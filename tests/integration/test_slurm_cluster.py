@@ -1,0 +1,178 @@
+"""Jobs on a real Slurm of two virtual nodes: stopped ahead of the time limit, requeued, resumed, and failing."""
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import slurm_cluster
+from tests.checkouts import environment, make_checkout
+from tests.helpers import TINY
+
+pytestmark = pytest.mark.dist
+RANKS = 4
+SCRIPT = "launch/slurm/pretrain_rl_longctx.sbatch"
+TASK = '''
+import os, signal, time
+from pathlib import Path
+
+import numpy as np
+
+HELD_STEP = 1
+
+
+class Task:
+    def prompts(self, step, num_prompts):
+        from megatron_longstraw.types import PromptGroup
+
+        if step == HELD_STEP and "HOLD" in os.environ:
+            wait_for_the_signal(Path(os.environ["HOLD"]), os.environ["RANK"])
+        rng = np.random.default_rng(step)
+        return [PromptGroup(rng.integers(0, 60, 24 + 4 * number), [], group_id=number) for number in range(num_prompts)]
+
+    def render(self, token_ids):
+        return "".join(chr(97 + token % 26) for token in token_ids)
+
+
+def wait_for_the_signal(folder, rank):
+    """In the first stay on the nodes; notes that it came, beside what the run does on it."""
+    if (folder / f"asked-{rank}").exists():
+        return
+    before, received = signal.getsignal(signal.SIGUSR1), []
+    signal.signal(signal.SIGUSR1, lambda number, frame: (received.append(number), before(number, frame)))
+    (folder / f"holding-{rank}").touch()
+    deadline = time.monotonic() + 60
+    while not received:
+        assert time.monotonic() < deadline, "no signal"
+        time.sleep(0.02)
+    (folder / f"asked-{rank}").touch()
+    if "FAIL" in os.environ:
+        raise ValueError("fails after the signal")
+
+
+def task(config):
+    return Task()
+
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("a") + 0.1 * solution_str.count("b")
+'''
+OPTIONS = TINY | {"train_iters": 3, "prompt_function": "slurm_task:task", "reward_function": "slurm_task:score"}
+FLAGS = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()] + ["--run-dir", "run"]
+"""With two prompts a step, two ways in data and context parallelism each would do; all four ranks share each prompt."""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if reason := slurm_cluster.missing():
+        assert os.environ.get("CI") != "true", reason
+        pytest.skip(reason)
+    with slurm_cluster.Cluster() as cluster:
+        cluster.environ = environment() | {
+            name: cluster.environ[name] for name in ("SLURM_CONF", "PATH")
+        } | {"GLOO_SOCKET_IFNAME": "lo"}
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory):
+    return make_checkout(tmp_path_factory.mktemp("checkout"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "slurm_task.py").write_text(TASK)
+    return tmp_path
+
+
+class Job:
+    def __init__(self, cluster, folder: Path, command: list, **variables):
+        self.cluster, self.folder = cluster, folder
+        env = cluster.environ | {name: str(value) for name, value in variables.items()}
+        done = cluster.call(*command, cwd=folder, env=env)
+        assert done.returncode == 0, done.stderr
+        self.number = re.search(r"(\d+)\s*$", done.stdout)[1]
+
+    def shown(self) -> dict[str, str]:
+        line = self.cluster.ask("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(re.findall(r"(\w+)=(\S+)", line))
+
+    def output(self) -> str:
+        path = self.folder / "job.out"
+        return path.read_text() if path.exists() else ""
+
+    def wait_until(self, done, timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < deadline, f"{self.shown()}\n{self.output()[-6000:]}\n{self.cluster.logs()}"
+            time.sleep(0.2)
+
+    def state(self) -> tuple[str, int]:
+        """Where it is when it has ended, and how often it has been requeued."""
+        self.wait_until(lambda: self._at_the_end(self.shown()))
+        shown = self.shown()
+        return shown["JobState"], int(shown["Restarts"])
+
+    def _at_the_end(self, shown: dict[str, str]) -> bool:
+        if shown["JobState"] == "PENDING" and shown["Restarts"] != "0":
+            # Slurm lets a requeued job wait for two minutes.
+            self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+        return shown["JobState"] in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+
+    def ask_to_stop(self) -> None:
+        """What Slurm does ahead of the time limit, once every rank is in the midst of a run."""
+        self.wait_until(lambda: len(list(self.folder.glob("holding-*"))) == RANKS or self._at_the_end(self.shown()))
+        self.cluster.call("scancel", "--batch", "--signal=USR1", self.number)
+
+    def losses(self) -> list[tuple]:
+        lines = [json.loads(line) for line in (self.folder / "run/metrics.jsonl").read_text().splitlines()]
+        names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean")
+        return [tuple(line[name] for name in names) for line in lines]
+
+
+def submit(cluster, checkout, folder, *flags, **variables) -> Job:
+    """By the tool."""
+    own = ["--nodes", "2", "--gpus-per-node", "0", "--time", "20", "--signal-minutes", "2", "--output", "job.out"]
+    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save", *flags]
+    return Job(cluster, folder, command, **variables)
+
+
+def test_a_job_goes_on_after_its_time_limit(cluster, checkout, folder):
+    straight_folder = folder / "straight"
+    straight_folder.mkdir()
+    (straight_folder / "slurm_task.py").write_text(TASK)
+    (checkout / "launch/slurm").is_dir()
+    sbatch = ["sbatch", "--nodes=2", "--gpus-per-node=0", "--time=20", "--signal=B:USR1@60", "--output=job.out"]
+    straight = Job(
+        cluster, straight_folder, [*sbatch, checkout / SCRIPT, *FLAGS, "--save", "save"], LONGSTRAW_ROOT=checkout
+    )
+    assert straight.state() == ("COMPLETED", 0), straight.output()
+    assert "cp4 on cpu" in straight.output() and len(straight.losses()) == OPTIONS["train_iters"]
+
+    job = submit(cluster, checkout, folder, HOLD=folder)
+    job.ask_to_stop()
+    assert job.state() == ("COMPLETED", 1), job.output()
+    assert len(list(folder.glob("asked-*"))) == RANKS
+    assert job.losses() == straight.losses()
+    for line in (rf"job {job.number} on n\[0-1\], restart 0", "stopped: asked to stop", "back into the queue",
+                 rf"job {job.number} on n\[0-1\], restart 1", "goes on after step 1"):  # fmt: skip
+        assert len(re.findall(line, job.output())) == 1, f"{line} not once in\n{job.output()}"
+
+
+def test_a_job_that_fails_is_not_requeued(cluster, checkout, folder):
+    job = submit(cluster, checkout, folder, HOLD=folder, FAIL=1)
+    job.ask_to_stop()
+    assert job.state() == ("FAILED", 0), job.output()
+    assert "asked to stop" in job.output() and "fails after the signal" in job.output()
+    assert "back into the queue" not in job.output()
+
+
+def test_a_refusal_of_sbatch_is_one_line(cluster, checkout, folder):
+    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", "--nodes", "3", "--gpus-per-node", "0"]
+    done = cluster.call(*command, "--", *FLAGS, "--save", "save", cwd=folder)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("SubmitError: sbatch refuses: ") and "Traceback" not in done.stderr
