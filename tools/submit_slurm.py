@@ -63,8 +63,8 @@ def check_options(options: argparse.Namespace) -> None:
     if options.container_mounts and not options.container_image:
         raise SubmitError(f"got --container-mounts {options.container_mounts} without --container-image")
     for name, value in vars(options).items():
-        if isinstance(value, str) and "\n" in value:
-            raise SubmitError(f"got --{name.replace('_', '-')} {value!r}, need one line")
+        if isinstance(value, str) and re.search(r'["\\\n]', value):
+            raise SubmitError(f"got --{name.replace('_', '-')} {value!r}, need one line without quotes and backslashes")
 
 
 def seconds(time: str) -> int:
