@@ -119,6 +119,13 @@ class Cluster:
             time.sleep(0.1)
 
     def _stop(self) -> None:
+        if len(self.processes) > 2:
+            # A job's own daemon would outlive slurmd.
+            self.ask("scancel", "--signal=KILL", "--full", *self.ask("squeue", "-h", "-t", "running", "-o", "%A").split())
+            self.ask("scancel", "--me")
+            deadline = time.monotonic() + 10
+            while self.ask("squeue", "-h") and time.monotonic() < deadline:
+                time.sleep(0.1)
         for process in reversed(self.processes):
             process.terminate()
             try:

@@ -171,7 +171,7 @@ def test_a_job_that_fails_is_not_requeued(cluster, checkout, folder):
     script = folder / "launch/pretrain_rl_longctx.sh"
     script.parent.mkdir()
     script.write_text(FAILS_WHEN_ASKED)
-    command = ["sbatch", "--nodes=2", "--gpus-per-node=0", "--output=job.out", checkout / SCRIPT]
+    command = ["sbatch", "--nodes=2", "--gpus-per-node=0", "--time=20", "--output=job.out", checkout / SCRIPT]
     job = Job(cluster, folder, command)
     job.ask_to_stop(when_holding=2)
     assert job.state() == ("FAILED", 0), job.output()
@@ -187,6 +187,6 @@ def test_a_refusal_of_sbatch_is_one_line(cluster, checkout, folder):
 
 
 def test_away_from_the_repository_it_says_what_to_do(cluster, checkout, folder):
-    job = Job(cluster, folder, ["sbatch", "--gpus-per-node=0", "--output=job.out", checkout / SCRIPT])
+    job = Job(cluster, folder, ["sbatch", "--gpus-per-node=0", "--time=20", "--output=job.out", checkout / SCRIPT])
     assert job.state() == ("FAILED", 0)
     assert "submit from the repository root, or set LONGSTRAW_ROOT" in job.output()
