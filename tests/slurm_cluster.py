@@ -1,4 +1,4 @@
-"""A Slurm of its own for tests: one controller and virtual nodes n0, n1, ... on this host, in a folder, on free ports."""
+"""A Slurm of its own for tests: a controller and virtual nodes n0, n1, ... on this host, in a folder, on free ports."""
 from __future__ import annotations
 
 import os
@@ -62,7 +62,8 @@ class Cluster:
             self.folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slurm-")))
             self.folder.chmod(0o755)
             stack.callback(self._stop)
-            self.environ = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": os.environ["PATH"] + ":/usr/sbin"}
+            path = os.environ["PATH"] + ":/usr/sbin"
+            self.environ = os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
             self._configure()
             self._start("munged", *(f"--{name}={self.folder / file}" for name, file in (
                 ("key-file", "munge.key"), ("socket", "munge.sock"), ("pid-file", "munged.pid"),
@@ -72,7 +73,8 @@ class Cluster:
             self._start("slurmctld", "-D", "-c")
             for node in range(self.num_nodes):
                 self._start("slurmd", "-D", "-c", "-N", f"n{node}")
-            self._wait(lambda: self.ask("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.num_nodes, "the nodes")
+            idle = ["idle"] * self.num_nodes
+            self._wait(lambda: self.ask("sinfo", "-h", "-N", "-o", "%T").split() == idle, "the nodes")
             self._stack = stack.pop_all()
         return self
 
@@ -121,7 +123,6 @@ class Cluster:
     def _stop(self) -> None:
         if len(self.processes) > 2:
             # A job's own daemon would outlive slurmd.
-            self.ask("scancel", "--signal=KILL", "--full", *self.ask("squeue", "-h", "-t", "running", "-o", "%A").split())
             self.ask("scancel", "--me")
             deadline = time.monotonic() + 10
             while self.ask("squeue", "-h") and time.monotonic() < deadline:

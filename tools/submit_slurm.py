@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Sequence
+from typing import Container, Sequence
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -23,8 +23,8 @@ from megatron_longstraw import launch, slurm
 from megatron_longstraw.config import parse_args
 
 SCRIPT = ROOT / "launch/slurm/pretrain_rl_longctx.sbatch"
-SBATCH_FLAGS = ("job-name", "nodes", "gpus-per-node", "cpus-per-task", "mem", "time", "partition", "account", "qos", "output")
-"""Handed through as they are; not given: what the script says, else the cluster's default."""
+PASSED_ON = ("cpus-per-task", "mem", "partition", "account", "qos", "job-name", "output")
+"""sbatch's flags as they are; not given: what the script says, else the cluster's default."""
 MAX_SIGNAL_MINUTES = 65535 // 60
 TIMES = (r"(?P<m>\d+)", r"(?P<m>\d+):(?P<s>\d+)", r"(?P<h>\d+):(?P<m>\d+):(?P<s>\d+)",
          r"(?P<d>\d+)-(?P<h>\d+)(:(?P<m>\d+)(:(?P<s>\d+))?)?")  # fmt: skip
@@ -37,13 +37,15 @@ class SubmitError(ValueError):
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], allow_abbrev=False, usage="%(prog)s [--FLAG VALUE ...] -- TRAINING FLAGS"
+        description=__doc__.partition("\n")[0],
+        allow_abbrev=False,
+        usage="%(prog)s [--FLAG VALUE ...] -- TRAINING FLAGS",
     )
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="and as many ranks; 0: CPU ranks")
     parser.add_argument("--time", default="24:00:00", metavar="D-H:M:S", help="limit of one stay on the nodes")
     parser.add_argument("--signal-minutes", type=int, default=10, metavar="N", help="how long before it ranks must stop")
-    for name in ("cpus-per-task", "mem", "partition", "account", "qos", "job-name", "output"):
+    for name in PASSED_ON:
         parser.add_argument(f"--{name}", help="as sbatch's")
     parser.add_argument("--container-image", help="run the ranks in it (srun needs pyxis)")
     parser.add_argument("--container-mounts", help="for the container")
@@ -59,7 +61,8 @@ def check_options(options: argparse.Namespace) -> None:
     # Slurm would send the signal at the start, and the job would go around for ever.
     if 60 * options.signal_minutes >= limit_s or options.signal_minutes > MAX_SIGNAL_MINUTES:
         most = min(MAX_SIGNAL_MINUTES, (limit_s - 1) // 60)
-        raise SubmitError(f"got --signal-minutes {options.signal_minutes} with --time {options.time}, need at most {most}")
+        given = f"--signal-minutes {options.signal_minutes} with --time {options.time}"
+        raise SubmitError(f"got {given}, need at most {most}")
     if options.container_mounts and not options.container_image:
         raise SubmitError(f"got --container-mounts {options.container_mounts} without --container-image")
     for name, value in vars(options).items():
@@ -108,13 +111,12 @@ def plan(flags: Sequence[str], nodes: int) -> str:
 def render(options: argparse.Namespace, flags: Sequence[str]) -> str:
     """The batch script with what was asked for in it."""
     header, body = SCRIPT.read_text().split("set -euo pipefail\n", 1)
-    given = {name: getattr(options, name.replace("-", "_")) for name in SBATCH_FLAGS}
-    given["gpus-per-node"] = options.gpus_per_node or None
-    given["signal"] = f"B:USR1@{60 * options.signal_minutes}"
-    left_out = {name for name, value in given.items() if value is not None} | {"gpus-per-node"}
-    lines = [line for line in header.splitlines() if not _sets(line, left_out)]
+    asked = {"nodes": options.nodes, "time": options.time, "signal": f"B:USR1@{60 * options.signal_minutes}"}
+    asked |= {"gpus-per-node": options.gpus_per_node or None}
+    asked |= {name: value for name in PASSED_ON if (value := getattr(options, name.replace("-", "_"))) is not None}
+    lines = [line for line in header.splitlines() if not _sets(line, asked)]
     # Quotes, because sbatch splits these lines at spaces.
-    lines += [f'#SBATCH "--{name}={value}"' for name, value in given.items() if value is not None]
+    lines += [f'#SBATCH "--{name}={value}"' for name, value in asked.items() if value is not None]
     lines += ["set -euo pipefail", f"LONGSTRAW_ROOT={shlex.quote(str(ROOT))}"]
     for name in ("container_image", "container_mounts"):
         if getattr(options, name):
@@ -123,7 +125,7 @@ def render(options: argparse.Namespace, flags: Sequence[str]) -> str:
     return "\n".join(lines) + "\n" + body
 
 
-def _sets(line: str, names: set[str]) -> bool:
+def _sets(line: str, names: Container[str]) -> bool:
     match = re.match(r"#SBATCH --([\w-]+)", line)
     return match is not None and match[1] in names
 

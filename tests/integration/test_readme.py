@@ -20,7 +20,8 @@ def test_python_example_runs_and_is_short():
 def test_files_and_flags_that_it_names_exist():
     from megatron_longstraw.config import SETTINGS
 
-    for path in re.findall(r"(?:bash|python|(?:torchrun|sbatch) [^`\n]*?) ((?:launch|tests|tools|examples)/\S+\.(?:sh|py|sbatch))", README):
+    starters = r"(?:bash|python|(?:torchrun|sbatch) [^`\n]*?)"
+    for path in re.findall(rf"{starters} ((?:launch|tests|tools|examples)/\S+\.(?:sh|py|sbatch))", README):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"launch/\w+/\S+\.toml", README):
         assert (ROOT / path).exists(), path

@@ -129,7 +129,8 @@ class Job:
 
     def ask_to_stop(self, when_holding: int) -> None:
         """What Slurm does ahead of the time limit, once so many processes are in the midst of a run."""
-        self.wait_until(lambda: len(list(self.folder.glob("holding-*"))) == when_holding or self._at_the_end(self.shown()))
+        holding = lambda: len(list(self.folder.glob("holding-*"))) == when_holding
+        self.wait_until(lambda: holding() or self._at_the_end(self.shown()))
         self.cluster.call("scancel", "--batch", "--signal=USR1", self.number)
 
     def metrics(self) -> list[dict]:
@@ -138,10 +139,10 @@ class Job:
         return [{name: line[name] for name in line if not name.startswith(("timing", "perf"))} for line in lines]
 
 
-def submit(cluster, checkout, folder, *flags, **variables) -> Job:
+def submit(cluster, checkout, folder, **variables) -> Job:
     """By the tool."""
     own = ["--nodes", "2", "--gpus-per-node", "0", "--time", "20", "--signal-minutes", "2", "--output", "job.out"]
-    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save", *flags]
+    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save"]
     return Job(cluster, folder, command, **variables)
 
 
@@ -189,4 +190,4 @@ def test_a_refusal_of_sbatch_is_one_line(cluster, checkout, folder):
 def test_away_from_the_repository_it_says_what_to_do(cluster, checkout, folder):
     job = Job(cluster, folder, ["sbatch", "--gpus-per-node=0", "--time=20", "--output=job.out", checkout / SCRIPT])
     assert job.state() == ("FAILED", 0)
-    assert "submit from the repository root, or set LONGSTRAW_ROOT" in job.output()
+    assert "submit from the repository root" in job.output()

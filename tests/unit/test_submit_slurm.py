@@ -66,7 +66,8 @@ def test_the_step_that_the_script_starts(requested, capsys, tmp_path):
     _, script, _ = dry_run(capsys, *requested)
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_PER_TASK": "3"}
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_CPUS_PER_TASK": "3"}
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", **job}
     done = subprocess.run(["bash"], input=script, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     first, *arguments = done.stdout.splitlines()
