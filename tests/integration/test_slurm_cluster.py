@@ -129,9 +129,11 @@ class Job:
 
     def ask_to_stop(self, when_holding: int) -> None:
         """What Slurm does ahead of the time limit, once so many processes are in the midst of a run."""
-        holding = lambda: len(list(self.folder.glob("holding-*"))) == when_holding
-        self.wait_until(lambda: holding() or self._at_the_end(self.shown()))
+        self.wait_until(lambda: self._num_holding() == when_holding or self._at_the_end(self.shown()))
         self.cluster.call("scancel", "--batch", "--signal=USR1", self.number)
+
+    def _num_holding(self) -> int:
+        return len(list(self.folder.glob("holding-*")))
 
     def metrics(self) -> list[dict]:
         """Of each step, but for what differs from run to run."""
