@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_longstraw.slurm import address_of
 from tests import slurm_cluster
 from tests.checkouts import environment, make_checkout
 from tests.helpers import TINY
@@ -146,6 +147,13 @@ def submit(cluster, checkout, folder, **variables) -> Job:
     own = ["--nodes", "2", "--gpus-per-node", "0", "--time", "20", "--signal-minutes", "2", "--output", "job.out"]
     command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save"]
     return Job(cluster, folder, command, **variables)
+
+
+def test_a_name_that_does_not_resolve_has_an_address_in_slurm(cluster, monkeypatch):
+    for name in ("SLURM_CONF", "PATH"):
+        monkeypatch.setenv(name, cluster.environ[name])
+    assert address_of("n0") == "127.0.0.1"
+    assert address_of("n7") == "n7"
 
 
 def test_a_job_goes_on_after_its_time_limit(cluster, checkout, folder):
