@@ -13,7 +13,8 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to stop. A second request does what the signal does by itself."""
+    """Whether this process was asked to stop. A TERM after the first request ends it at once; a second USR1 does not,
+    because some schedulers signal every process and the agent hands the signal on besides."""
 
     def __init__(self):
         self.received: str | None = None
@@ -23,7 +24,8 @@ class StopRequest:
         """Take the signals of this process (main thread only)."""
         for number in SIGNALS:
             signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # one that came early is delivered here; see agent.py
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
-        signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

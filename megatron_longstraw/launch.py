@@ -46,17 +46,18 @@ def start(program: str, argv: Sequence[str], environ: Mapping[str, str]) -> list
         flags += ["--context-parallel-size", str(world_size)]
         parallel = dataclasses.replace(config.parallel, context_parallel_size=world_size)
         config = dataclasses.replace(config, parallel=parallel)
+    _check_goes_on(config, environ)
     if environ.get("RANK", "0") == "0":  # for all: while it is not content, the other ranks wait for it
         checked = _checked(config, world_size)
         if options.dry_run:
             return plan(checked, world_size)
-        _check_prompts(config)
+        check_prompts(config)
     if options.dry_run:
         return ""
     program_and_flags = [*([program] if program.endswith(".py") else ["-m", program]), *flags]
     if is_rank:
         return [sys.executable, "-u", *program_and_flags]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks_here}"]
+    torchrun = [sys.executable, "-m", "megatron_longstraw.agent", f"--nproc-per-node={ranks_here}"]
     return [*torchrun, *_meeting(options, environ), *program_and_flags]
 
 
@@ -126,9 +127,17 @@ def _checked(config: Config, world_size: int) -> Config:
     return config.resolve()
 
 
-def _check_prompts(config: Config) -> None:
+def check_prompts(config: Config) -> None:
+    """Raises:
+    ConfigError: no prompts and no rollouts are named.
+    """
     if not (config.run.prompt_function or config.data.train_files or config.data.rollout_file):
         raise ConfigError(["no prompts; name --train-files, or a source with --prompt-function module:function"])
+
+
+def _check_goes_on(config: Config, environ: Mapping[str, str]) -> None:
+    if environ.get(slurm.REQUEUED) and config.checkpoint.save is None:
+        raise ConfigError(["no --save, without which a requeued job would begin again each time; name a folder"])
 
 
 def _meeting(options: argparse.Namespace, environ: Mapping[str, str]) -> list[str]:

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
+import socket
+import subprocess
 from dataclasses import dataclass
 from typing import Mapping
 
 PORTS = range(20000, 30000)
 """Below the range that Linux hands out by itself (32768 and up)."""
+REQUEUED = "LONGSTRAW_REQUEUED"
+"""Set where the job goes back into the queue when its time is up."""
 _NODES = r"(?:[^\[\],\s]|\[[\d,-]+\])+"
 """A name in which [3-5,9] stands for several numbers."""
 
@@ -54,7 +59,7 @@ def rendezvous(
     master_port: int | str | None = None,
 ) -> Rendezvous:
     """Of this node's task. What is passed wins over MASTER_ADDR and MASTER_PORT, these over what follows from the job:
-    the first node of the step, and a port by the job's number.
+    the first node of the step (see `address_of`), and a port by the job's number.
 
     Raises:
         SlurmError: the job holds another number of nodes, or a variable is not what Slurm writes.
@@ -64,9 +69,24 @@ def rendezvous(
     return Rendezvous(
         num_nodes=len(nodes),
         node_rank=int(environ.get("SLURM_NODEID", "0")),
-        master_addr=master_addr or environ.get("MASTER_ADDR") or nodes[0],
+        master_addr=master_addr or environ.get("MASTER_ADDR") or address_of(nodes[0]),
         master_port=choose_port(environ, master_port, default=_port_of_job(environ)),
     )
+
+
+def address_of(node: str) -> str:
+    """The name itself where it resolves, else what Slurm's configuration has as the node's address; where Slurm cannot
+    be asked, the name."""
+    try:
+        socket.getaddrinfo(node, None)
+        return node
+    except OSError:
+        scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        return node
+    shown = subprocess.run([scontrol, "--oneliner", "show", "node", node], capture_output=True, text=True)
+    address = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+    return address[1] if address else node
 
 
 def check_one_task_per_node(environ: Mapping[str, str]) -> None:

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from examples.needle.task import Needle, task
 from megatron_longstraw.config import parse_args
 from megatron_longstraw.gradients import Work, accumulate_gradients, in_step
+from megatron_longstraw.interruption import StopRequest
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import batch_prompts
@@ -81,7 +82,9 @@ def main() -> None:
     progress = state.restore(start)
     for note in start.notes:
         log.say(f"checkpoint {note}")
-    summary = train(policy, source, log, optimizer, state, progress)
+    stop = StopRequest()
+    stop.listen()
+    summary = train(policy, source, log, optimizer, state, progress, stop)
     print_summary(log, config, summary)
     log.say(f"time       {time.perf_counter() - begin:.0f} s of training, warm-up included")
     log.close()

@@ -1,7 +1,6 @@
 """launch/pretrain_rl_longctx.sh as people start it: by torchrun, by bash, and in a Slurm job."""
 from __future__ import annotations
 
-import os
 import random
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import torch
 
 from megatron_longstraw.config import load_config
 from megatron_longstraw.slurm import PORTS
+from tests.checkouts import environment, make_checkout
 
 ROOT = Path(__file__).parents[2]
 NAME = "launch/pretrain_rl_longctx.sh"
@@ -32,17 +32,6 @@ prompt_function = "examples.needle.task:task"
 run_dir = "run"
 """
 OWN_TASK = "from examples.needle.task import score\n"
-FAKE_VENV_PYTHON = f"""#!/usr/bin/env bash
-if [ "${{1:-}} ${{2:-}}" = "-m pip" ]; then exit 0; fi
-exec {sys.executable} "$@"
-"""
-"""The Python of these tests in the place of .venv: pip has nothing to do."""
-
-
-def environment(**variables) -> dict[str, str]:
-    dropped = ("PYTHONPATH", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DRY_RUN")
-    kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith("SLURM_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in variables.items()}}
 
 
 def start(command: list, folder: Path, **variables) -> subprocess.Popen:
@@ -86,18 +75,7 @@ def job_with_a_free_port() -> int:
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """This project with an environment that is made already."""
-    root = tmp_path_factory.mktemp("a checkout")
-    for name in (NAME, "launch/quickstart.sh", "launch/venv.sh", "setup.cfg", "pyproject.toml", "constraints.txt"):
-        (root / name).parent.mkdir(exist_ok=True)
-        (root / name).write_text((ROOT / name).read_text())
-    for name in ("megatron_longstraw", "examples"):
-        (root / name).symlink_to(ROOT / name)
-    python = root / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text(FAKE_VENV_PYTHON)
-    python.chmod(0o755)
-    return root
+    return make_checkout(tmp_path_factory.mktemp("a checkout"))
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ def test_python_example_runs_and_is_short():
 def test_files_and_flags_that_it_names_exist():
     from megatron_longstraw.config import SETTINGS
 
-    for path in re.findall(r"(?:bash|python|torchrun [^`\n]*?) ((?:launch|tests|tools|examples)/\S+\.(?:sh|py))", README):
+    starters = r"(?:bash|python|(?:torchrun|sbatch) [^`\n]*?)"
+    for path in re.findall(rf"{starters} ((?:launch|tests|tools|examples)/\S+\.(?:sh|py|sbatch))", README):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"launch/\w+/\S+\.toml", README):
         assert (ROOT / path).exists(), path
@@ -28,5 +29,7 @@ def test_files_and_flags_that_it_names_exist():
     named = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", README))
     others = {"--help", "--config", "--json", "--nproc-per-node", "--no-build-isolation", "--slow", "--logdir"}
     others |= {"--nnodes", "--ntasks-per-node", "--dry-run", "--world-size", "--rdzv-backend", "--rdzv-endpoint"}
+    others |= {"--nodes", "--gpus-per-node", "--time", "--partition", "--signal-minutes"}
+    others |= {"--container-image", "--container-mounts"}
     tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
     assert not named - known - others - tools

@@ -9,7 +9,7 @@ from megatron_longstraw.config import ConfigError
 from megatron_longstraw.launch import start
 from megatron_longstraw.slurm import SlurmError
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
+TORCHRUN = [sys.executable, "-m", "megatron_longstraw.agent", "--nproc-per-node=2"]
 FLAGS = ["--prompt-function", "mytask:task", "--lr", "1e-3"]
 CP2 = ["--context-parallel-size", "2"]
 RANK = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}

@@ -1,0 +1,56 @@
+"""The agent hands USR1 on to ranks, whether they listen yet or not."""
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from megatron_longstraw.interruption import StopRequest
+
+def wait_until(done):
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+(folder / f"started-{rank}").touch()
+wait_until(lambda: signal.SIGUSR1 in signal.sigpending())
+stop = StopRequest()
+stop.listen()
+assert stop.received == "SIGUSR1"
+stop.received = None
+(folder / f"listening-{rank}").touch()
+wait_until(lambda: stop.received)
+(folder / f"stopped-{rank}").touch()
+"""
+
+
+@pytest.mark.dist
+def test_usr1_reaches_every_rank_and_ends_none(tmp_path):
+    """Once before the ranks listen, and once more, as schedulers that signal every process do."""
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, "-m", "megatron_longstraw.agent", "--standalone", "--nproc-per-node", "2"]
+    agent = subprocess.Popen(
+        # A shell that ignores the signal, as the batch script's does.
+        ["bash", "-c", 'trap "" USR1; exec "$@"', "-", *command, tmp_path / "rank.py", tmp_path],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        for name in ("started", "listening"):
+            deadline = time.monotonic() + 60
+            while len(list(tmp_path.glob(f"{name}-*"))) < 2 and agent.poll() is None:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            agent.send_signal(signal.SIGUSR1)
+        assert agent.wait(timeout=60) == 0, agent.stderr.read()[-3000:]
+    finally:
+        agent.kill()
+    assert len(list(tmp_path.glob("stopped-*"))) == 2
