@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from peers import Case, HuggingFace, Longstraw, PrefixGrouper, Trl
 from workers import measure_in_turns, parameter_errors
