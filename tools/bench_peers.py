@@ -15,8 +15,9 @@ A random Qwen2 model is saved in Hugging Face format and read by everyone (float
 process of its own with the same number of threads. Peak bytes and gradients come from one untimed step, seconds are
 minima over --repeats steps in which the contenders take turns ("cpu s": processor seconds of all threads, which a busy
 machine disturbs less). Peak bytes are what the step allocates above weights and gradients, counted by allocation
-(allocation_tracker.py). The error is the worst parameter's ||dg|| / ||g|| against `hf`; the JSON has every
-parameter's. What is timed is forward and backward of one whole group: no generation, no optimizer.
+(allocation_tracker.py). The error is the worst parameter's ||dg|| / ||g|| against `hf`, which rounds too: contenders
+that share its kernels share some of its rounding. The JSON has every parameter's. What is timed is forward and
+backward of one whole group: no generation, no optimizer.
 """
 from __future__ import annotations
 
