@@ -23,7 +23,7 @@ from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_
 from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
-from megatron_longstraw.mcore.packing import batch_prompts
+from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective

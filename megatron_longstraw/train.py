@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.agreement import check_ranks_agree
 from megatron_longstraw.algorithm import RLStep, StepReport
-from megatron_longstraw.config import Config, ConfigError, parse_args
+from megatron_longstraw.config import Config, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 from megatron_longstraw.data.task import Task, check_prompts
 from megatron_longstraw.interruption import Interrupted, StopRequest

@@ -36,7 +36,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 from peers import Case, HuggingFace, Longstraw, PrefixGrouper, Trl
-from workers import measure_in_turns, parameter_errors
+from workers import bench_parser, measure_in_turns, parameter_errors
 
 from megatron_longstraw.config import Config, ConfigError, check, load_config
 from megatron_longstraw.objectives.advantages import group_advantages
@@ -76,31 +76,11 @@ CHILD_ENVIRONMENT = {
 
 
 def tool_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=_positive, default=2048, metavar="P")
-    parser.add_argument("--response-tokens", type=_positive, default=64, metavar="R", help="tokens of every response")
+    parser = bench_parser(__doc__, 2048, "contender", CONTENDERS)
     for name, value in FIELDS.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=int, default=value, metavar="N", help=f"default {value}")
-    parser.add_argument("--contenders", type=_contenders, default=list(CONTENDERS), help=f"of {','.join(CONTENDERS)}")
-    parser.add_argument("--repeats", type=_positive, default=2, help="timed steps per contender")
-    parser.add_argument("--json", metavar="FILE", help="write one JSON object ('-': to stdout) instead of a table")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
-    return number
-
-
-def _contenders(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in CONTENDERS]
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"got {text!r}, need different ones of {','.join(CONTENDERS)}")
-    return names
 
 
 def parse(argv: list[str] | None = None) -> tuple[Config, argparse.Namespace]:

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from allocation_tracker import peak_bytes_of
 from packed_baseline import PackedModel, PackedRow
-from workers import measure_in_turns, worst_error
+from workers import bench_parser, measure_in_turns, worst_error
 
 from megatron_longstraw import config as cfg
 from megatron_longstraw.config import Config, ConfigError
@@ -66,28 +66,7 @@ SCHEDULES = {
 
 
 def tool_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=_positive, default=16384, metavar="P")
-    parser.add_argument("--response-tokens", type=_positive, default=64, metavar="R", help="tokens of every response")
-    parser.add_argument("--schedules", type=_schedules, default=list(SCHEDULES), help=f"of {','.join(SCHEDULES)}")
-    parser.add_argument("--repeats", type=_positive, default=2, help="timed steps per schedule")
-    parser.add_argument("--json", metavar="FILE", help="write one JSON object ('-': to stdout) instead of a table")
-    return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
-    return number
-
-
-def _schedules(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in SCHEDULES]
-    if unknown or len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"got {text!r}, need different ones of {','.join(SCHEDULES)}")
-    return names
+    return bench_parser(__doc__, 16384, "schedule", SCHEDULES)
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Config], argparse.Namespace]:

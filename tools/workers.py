@@ -1,4 +1,5 @@
-"""What the benchmarks share: every contender in a process of its own, measured once and then timed in turns.
+"""What the benchmarks share: their flags, and every contender in a process of its own, measured once and then timed in
+turns.
 
 A contender is an object with two methods, built inside its process:
 
@@ -7,18 +8,44 @@ A contender is an object with two methods, built inside its process:
 """
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import sys
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Collection
 
 import numpy as np
 import torch
 
 NEGLIGIBLE = 1e-6
 """A parameter whose reference gradient is under this share of the whole is judged against the whole."""
+
+
+def bench_parser(description: str, prompt_tokens: int, what: str, known: Collection[str]) -> argparse.ArgumentParser:
+    """The flags of every benchmark: lengths, what is compared (--schedules, --contenders), repeats, JSON."""
+
+    def names(text: str) -> list[str]:
+        chosen = text.split(",")
+        if not set(chosen) <= set(known) or len(set(chosen)) < len(chosen):
+            raise argparse.ArgumentTypeError(f"got {text!r}, need different ones of {','.join(known)}")
+        return chosen
+
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompt-tokens", type=_positive, default=prompt_tokens, metavar="P")
+    parser.add_argument("--response-tokens", type=_positive, default=64, metavar="R", help="tokens of every response")
+    parser.add_argument(f"--{what}s", type=names, default=list(known), help=f"of {','.join(known)}")
+    parser.add_argument("--repeats", type=_positive, default=2, help=f"timed steps per {what}")
+    parser.add_argument("--json", metavar="FILE", help="write one JSON object ('-': to stdout) instead of a table")
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
+    return number
 
 
 def serve(connection, build: Callable, *args) -> None:

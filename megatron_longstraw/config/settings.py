@@ -23,6 +23,10 @@ class ConfigError(ValueError):
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
         super().__init__("\n  - ".join([f"the configuration has {count}:", *self.problems]))
 
+    def __reduce__(self):
+        # Ranks tell each other what they found, and pickle would rebuild an error from its message alone.
+        return type(self), (self.problems,)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:

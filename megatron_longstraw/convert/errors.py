@@ -16,3 +16,7 @@ class FolderError(ValueError):
         hidden = len(problems) - SHOWN
         tail = [f"and {hidden} more"] if hidden > 0 else []
         super().__init__("\n  - ".join([f"{folder} has {count}:", *problems[:SHOWN], *tail]))
+
+    def __reduce__(self):
+        # Rank 0 sends what it found to the others, and pickle would rebuild an error from its message alone.
+        return type(self), (self.folder, self.problems)

@@ -17,7 +17,7 @@ from megatron_longstraw.convert.families import FAMILIES
 from megatron_longstraw.convert.hf_config import CONFIG, HFConfig
 from megatron_longstraw.convert.rope import SETTINGS as ROPE_SETTINGS
 from megatron_longstraw.convert.rope import write_rope
-from megatron_longstraw.convert.safetensors_files import INDEX, TensorFiles, is_weight
+from megatron_longstraw.convert.safetensors_files import TensorFiles, is_weight
 from megatron_longstraw.convert.tensors import Piece, Rule, Shard, dimensions
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -176,7 +176,7 @@ class HFFolder:
         Returns: lines about what was changed.
         """
         for path in sorted(self.path.iterdir()):
-            if path.name == INDEX or (path.suffix not in _WEIGHT_SUFFIXES and not path.name.startswith(".")):
+            if path.suffix not in _WEIGHT_SUFFIXES and not path.name.startswith("."):
                 copy = shutil.copytree if path.is_dir() else shutil.copyfile
                 copy(path, target / path.name)
         settings = {name: getattr(model, name) for name in ROPE_SETTINGS}

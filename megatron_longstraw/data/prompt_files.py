@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any, Iterator, Protocol, Sequence
 
 import numpy as np
-import orjson
 
-from megatron_longstraw.data.rows import RowError
+from megatron_longstraw.data.rows import Line, RowError, iter_lines, line_of, parse_line
 
 BATCH_BYTES = 2**24
 """About this much of a Parquet file is decoded at once."""
@@ -81,7 +80,7 @@ def iter_rows(path: str | os.PathLike, max_row_bytes: int) -> Iterator[tuple[int
 
 
 class JsonlRows:
-    """One JSON value a line; what is kept is where each line begins (8 bytes a row)."""
+    """One JSON object a line; what is kept is where each line begins (8 bytes a row)."""
 
     columns = None
 
@@ -94,17 +93,10 @@ class JsonlRows:
         return len(self._offsets)
 
     def scan(self) -> Iterator[Any]:
-        offsets, offset = array("q"), 0
-        with self.path.open("rb", buffering=READ_BYTES) as file:
-            while line := file.readline(self.max_row_bytes + 1):
-                offsets.append(offset)
-                offset += len(line)
-                if len(line) > self.max_row_bytes and not line.endswith(b"\n"):
-                    yield RowError(_too_large(len(offsets), self.max_row_bytes))
-                    while not line.endswith(b"\n") and (line := file.readline(READ_BYTES)):
-                        offset += len(line)
-                else:
-                    yield self._parse(line, len(offsets))
+        offsets = array("q")
+        for line in iter_lines(self.path, self.max_row_bytes):
+            offsets.append(line.offset)
+            yield self._parse(line)
         self._offsets = offsets
 
     def read(self, indices: Sequence[int]) -> list[Any]:
@@ -113,15 +105,15 @@ class JsonlRows:
         with self.path.open("rb") as file:
             for index in indices:
                 file.seek(self._offsets[index])
-                rows.append(self._parse(file.readline(), index + 1))
+                rows.append(self._parse(line_of(file.readline(), self.max_row_bytes, index + 1)))
         return rows
 
     @staticmethod
-    def _parse(line: bytes, number: int) -> Any:
+    def _parse(line: Line) -> Any:
         try:
-            return orjson.loads(line)
-        except orjson.JSONDecodeError as error:
-            return RowError(f"row {number}: is not JSON ({error.msg} at character {error.pos})")
+            return parse_line(line)
+        except RowError as error:
+            return RowError(f"row {line.number}: {error}")
 
 
 class ParquetRows:

@@ -7,11 +7,10 @@ from typing import Any, Collection
 import numpy as np
 
 from megatron_longstraw.config import DataConfig
-from megatron_longstraw.data.rows import RowError
+from megatron_longstraw.data.rows import RowError, show
 
 PROMPT_IDS_KEY = "prompt_ids"
 """Column of prompts that are token ids already; where it is filled, the text beside it is not read."""
-SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ def parse_prompt_row(row: Any, keys: DataConfig, number: int) -> PromptRow:
     """
     try:
         if not isinstance(row, dict):
-            raise RowError(f"is {_show(row)}; need an object with a prompt and an answer")
+            raise RowError(f"is {show(row)}; need an object with a prompt and an answer")
         problem = missing_columns(row, keys)
         if problem is not None:
             raise RowError(problem)
@@ -78,7 +77,7 @@ def missing_columns(names: Collection[str], keys: DataConfig) -> str | None:
 
 def _name(row: Any, keys: DataConfig, number: int) -> str:
     row_id = row.get(keys.id_key) if isinstance(row, dict) else None
-    return f"row {number}" if row_id is None else f"row {number} (id {_show(row_id)})"
+    return f"row {number}" if row_id is None else f"row {number} (id {show(row_id)})"
 
 
 def _id(row: dict, keys: DataConfig, number: int) -> str:
@@ -86,14 +85,14 @@ def _id(row: dict, keys: DataConfig, number: int) -> str:
         return str(number)
     value = row[keys.id_key]
     if not isinstance(value, (str, int)) or isinstance(value, bool) or value == "":
-        raise RowError(f"{keys.id_key} is {_show(value)}; need a text or a whole number; change --id-key or the row")
+        raise RowError(f"{keys.id_key} is {show(value)}; need a text or a whole number; change --id-key or the row")
     return str(value)
 
 
 def _data_source(row: dict, keys: DataConfig) -> str:
     value = row.get(keys.data_source_key, "")
     if not isinstance(value, str):
-        raise RowError(f"{keys.data_source_key} is {_show(value)}; need a text; change --data-source-key or the row")
+        raise RowError(f"{keys.data_source_key} is {show(value)}; need a text; change --data-source-key or the row")
     return value
 
 
@@ -104,7 +103,7 @@ def _prompt(row: dict, keys: DataConfig) -> str | list[dict] | np.ndarray:
         return value
     if not isinstance(value, list) or not value:
         forms = "token ids" if key == PROMPT_IDS_KEY else "a text, a list of messages or token ids"
-        raise RowError(f"{key} is {_show(value)}; need {forms}, not empty; change --prompt-key or the row")
+        raise RowError(f"{key} is {show(value)}; need {forms}, not empty; change --prompt-key or the row")
     if isinstance(value[0], dict) and key != PROMPT_IDS_KEY:
         return [_message(message, place) for place, message in enumerate(value, 1)]
     return _token_ids(value, key)
@@ -114,19 +113,19 @@ def _token_ids(value: list, key: str) -> np.ndarray:
     if set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2**63:
         return np.array(value, dtype=np.int64)
     place = next(i for i, token in enumerate(value) if type(token) is not int or not 0 <= token < 2**63)
-    raise RowError(f"{key} holds {_show(value[place])} at position {place}; need whole numbers >= 0; change the row")
+    raise RowError(f"{key} holds {show(value[place])} at position {place}; need whole numbers >= 0; change the row")
 
 
 def _message(message: Any, place: int) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise RowError(f"message {place} is {_show(message)}; need an object with role and content; change the row")
+        raise RowError(f"message {place} is {show(message)}; need an object with role and content; change the row")
     # Parquet fills fields that only other messages have with null, and templates ask whether a field is there.
     message = {key: value for key, value in message.items() if value is not None}
     if message.get("tool_calls"):
         message.setdefault("content", "")
     for key in ("role", "content"):
         if not isinstance(message.get(key), str) or not message[key] and key == "role":
-            raise RowError(f"{key} of message {place} is {_show(message.get(key))}; need a text; change the row")
+            raise RowError(f"{key} of message {place} is {show(message.get(key))}; need a text; change the row")
     return message
 
 
@@ -135,10 +134,10 @@ def _ground_truth(row: dict, keys: DataConfig) -> Any:
     if keys.reward_model_key in row:
         key, value = keys.reward_model_key, row[keys.reward_model_key]
         if not isinstance(value, dict):
-            raise RowError(f"{key} is {_show(value)}; need an object with ground_truth; change --reward-model-key")
+            raise RowError(f"{key} is {show(value)}; need an object with ground_truth; change --reward-model-key")
         key, value = f"ground_truth of {key}", value.get("ground_truth")
     if value is None or value != value:  # tables of numbers write NaN for a missing one
-        raise RowError(f"{key} is {_show(value)}; need the right answer; change --answer-key or the row")
+        raise RowError(f"{key} is {show(value)}; need the right answer; change --answer-key or the row")
     return value
 
 
@@ -147,10 +146,5 @@ def _extra_info(row: dict, keys: DataConfig) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise RowError(f"{keys.extra_info_key} is {_show(value)}; need an object; change --extra-info-key or the row")
+        raise RowError(f"{keys.extra_info_key} is {show(value)}; need an object; change --extra-info-key or the row")
     return value
-
-
-def _show(value: Any) -> str:
-    text = "null" if value is None else repr(value)
-    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "..."

@@ -90,5 +90,5 @@ def _why_not_json(text: bytes, error: orjson.JSONDecodeError) -> str:
     if number:
         return f"holds {number[0]} at character {error.pos + 1}, which is no JSON number; need a finite number or null"
     if not text.endswith(b"\n"):
-        return f"ends in the middle ({error.msg}): the last row of a run that was killed; delete the line"
+        return f"ends in the middle ({error.msg}): a row that was not written whole; delete the line"
     return f"is not JSON ({error.msg} at character {error.pos + 1})"

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_longstraw.convert.errors import FolderError
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.calls import response_logits
 from megatron_longstraw.mcore.checkpoint import load_weights, require_newest, save_weights
@@ -58,6 +59,21 @@ def test_any_layout_reads_and_writes_the_same_model(layout, tmp_path):
     names = sorted(path.name for path in folder.iterdir())
     assert names == sorted(path.name for path in target.iterdir())
     assert all(filecmp.cmp(folder / name, target / name, shallow=False) for name in names)
+
+
+def refused(rank, folder, target):
+    """What each rank is told when the target exists."""
+    config, source = adopt(Path(folder), tensor_model_parallel_size=2)
+    policy = Policy(config, parallel.initialize(config), source)
+    with pytest.raises(FolderError) as error:
+        save_hf(policy.chunks, config.model, source, target)
+    return str(error.value)
+
+
+def test_all_ranks_hear_why_an_export_is_refused(tmp_path):
+    folder = make_folder("qwen2 tied", tmp_path / "source")
+    messages = run_ranks(refused, 2, str(folder), str(folder))
+    assert messages[0] == messages[1] and "exists already" in messages[0]
 
 
 def to_checkpoint(rank, folder, checkpoint, options):

@@ -1,6 +1,7 @@
 """Every family, both directions: transformers' logits, bit-equal exports, and the same tensors as mbridge."""
 import filecmp
 import json
+from shutil import copytree
 
 import numpy as np
 import pytest
@@ -71,10 +72,7 @@ def test_scaled_positions_matter_at_these_lengths(case, folders, tmp_path):
     folder = folders(case)
     policy, _ = policy_of(folder)
     scaled, ids, first = logits_of(policy)
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    for path in folder.iterdir():
-        (plain / path.name).write_bytes(path.read_bytes())
+    plain = copytree(folder, tmp_path / "plain")
     theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
     edit_config(plain, rope_parameters={"rope_type": "default", "rope_theta": theta})
     assert (scaled - transformers_logits(plain, ids)[first:]).abs().max() > 100 * LARGEST_LOGIT_DIFF
@@ -83,10 +81,7 @@ def test_scaled_positions_matter_at_these_lengths(case, folders, tmp_path):
 def test_both_layouts_of_config_json_give_one_model(folders, tmp_path):
     for case in ("llama llama3", "llama yarn", "llama linear", "qwen2 tied"):
         folder = folders(case)
-        older = tmp_path / case.replace(" ", "_")
-        older.mkdir()
-        for path in folder.iterdir():
-            (older / path.name).write_bytes(path.read_bytes())
+        older = copytree(folder, tmp_path / case.replace(" ", "_"))
         rope = json.loads((older / "config.json").read_text())["rope_parameters"]
         scaling = {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
         edit_config(older, rope_parameters=None, rope_theta=rope["rope_theta"], rope_scaling=scaling)
@@ -133,10 +128,7 @@ def test_prefixed_tied_embeddings(folders, tmp_path):
     """G06: tied is what config.json says, whatever the tensors are called."""
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in folders("llama tied").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = copytree(folders("llama tied"), tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")
     assert "lm_head.weight" not in tensors
     save_file({f"language_model.{name}": value for name, value in tensors.items()}, folder / "model.safetensors")
@@ -148,10 +140,7 @@ def test_prefixed_tied_embeddings(folders, tmp_path):
 def test_a_second_copy_of_a_tied_embedding_is_written_too(folders, tmp_path):
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in folders("llama tied").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = copytree(folders("llama tied"), tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, folder / "model.safetensors")
     policy, source = policy_of(folder)
@@ -170,10 +159,7 @@ def test_tensors_without_a_place_are_an_error_or_copied(folders, tmp_path):
     """G14: never dropped silently."""
     from safetensors.torch import load_file, save_file
 
-    folder = tmp_path / "source"
-    folder.mkdir()
-    for path in folders("qwen3").iterdir():
-        (folder / path.name).write_bytes(path.read_bytes())
+    folder = copytree(folders("qwen3"), tmp_path / "source")
     tensors = load_file(folder / "model.safetensors")
     save_file(tensors | {"mtp.layers.0.weight": torch.ones(3, 2)}, folder / "model.safetensors")
     with pytest.raises(FolderError, match="mtp.layers.0.weight in model.safetensors.*--backfill"):

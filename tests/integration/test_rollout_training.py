@@ -8,13 +8,12 @@ from megatron_longstraw import train
 from megatron_longstraw.algorithm import RLStep
 from megatron_longstraw.config import load_config
 from megatron_longstraw.data.rollout_files import RolloutReader, RolloutWriter
-from megatron_longstraw.data.rows import RowError
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.types import Branch, PromptGroup
-from tests.helpers import TINY, gradients, random_groups, tiny_policy, tiny_trainer, weights, worst_relative_error
+from tests.helpers import gradients, random_groups, tiny_policy, tiny_trainer, worst_relative_error
 from tests.train_only import OPTIONS, STEPS, run, same_bits, sampled_and_trained_again
 
 UPDATES = {"one update": {}, "several updates": {"ppo_epochs": 2, "ppo_mini_batch_size": 1}}
