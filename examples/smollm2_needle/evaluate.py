@@ -4,7 +4,8 @@
         --hf-checkpoint FOLDER --train-files heldout.jsonl --answers answers.jsonl
 
 Prompts run once and are answered from the prefix state, as in training; with --transformers, the model is loaded and
-answers there. Takes every training flag, and runs under torchrun as training does.
+answers there. Both compute in float32, also what was trained in bfloat16: there, near ties fall either way in two
+implementations. Takes every other training flag, and runs under torchrun as training does.
 """
 from __future__ import annotations
 
@@ -51,8 +52,7 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
     import transformers
 
     transformers.logging.disable_progress_bar()
-    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=dtype)
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=torch.float32)
     answers = []
     for group in groups:
         ids = torch.from_numpy(group.prompt_ids)[None]
@@ -102,8 +102,9 @@ def main() -> None:
     config, args = parse_args(extra=parser)
     rollout = dataclasses.replace(config.rollout, group_size=1, temperature=NEARLY_GREEDY)
     data = dataclasses.replace(config.data, shuffle=False)
+    model = dataclasses.replace(config.model, bf16=False)
     begin = time.perf_counter()
-    rows = evaluate(dataclasses.replace(config, rollout=rollout, data=data), args.transformers)
+    rows = evaluate(dataclasses.replace(config, rollout=rollout, data=data, model=model), args.transformers)
     if dist.get_rank() == 0:
         args.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         right = int(sum(row["score"] for row in rows))
