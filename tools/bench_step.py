@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -71,14 +70,8 @@ def tool_parser() -> argparse.ArgumentParser:
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, Config], argparse.Namespace]:
     """A configuration per schedule: bench defaults < TOML files < flags < what the schedule is."""
-    _, args = cfg.parse_args(argv, extra=tool_parser())
-    given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
-    typed = {n: v if cfg.SETTINGS[n].type is bool else cfg.SETTINGS[n].from_text(v) for n, v in given.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        defaults = Path(folder) / "defaults.toml"
-        defaults.write_text(cfg.to_toml(cfg.load_config([], DEFAULTS)))
-        files = [defaults, *args.config_files]
-        configs = {name: cfg.load_config(files, typed | SCHEDULES[name]).resolve() for name in args.schedules}
+    _, args = cfg.parse_args(argv, extra=tool_parser(), defaults=DEFAULTS)
+    configs = {name: cfg.config_from_args(args, DEFAULTS, SCHEDULES[name]).resolve() for name in args.schedules}
     for config in configs.values():
         cfg.check(config, world_size=1)
     return configs, args

@@ -14,15 +14,13 @@ from __future__ import annotations
 import math
 import os
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 
-from megatron_longstraw.config import load_config
+from megatron_longstraw.config import load_toml
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.model import transformer_config
 from megatron_longstraw.mcore.parameters import initialize_weights, named_shards
@@ -93,10 +91,7 @@ def perturb(gpt_chunks, model, seed: int) -> None:
 
 
 def run(case: dict) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "case.toml"
-        path.write_text(case["config"])
-        config = load_config([path]).resolve()
+    config = load_toml(case["config"]).resolve()
     parallel.initialize(config)
     gpt = build(config)
     initialize_weights([gpt], config.model, config.run.seed)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_longstraw.config import SETTINGS, Config, load_config, parse_args, to_toml
+from megatron_longstraw.config import Config, config_from_args, load_config, parse_args, to_toml
 from megatron_longstraw.types import Branch, PromptGroup
 
 TINY = {
@@ -79,17 +79,7 @@ def tool_parser(description: str) -> argparse.ArgumentParser:
 def parse(argv: list[str] | None, description: str = "") -> tuple[Config, argparse.Namespace]:
     """The tiny model < `--arch moe` < TOML files < flags."""
     _, args = parse_args(argv, extra=tool_parser(description))
-    defaults = TINY | (MOE if args.arch == "moe" else {})
-    with tempfile.TemporaryDirectory() as folder:
-        base = Path(folder) / "defaults.toml"
-        base.write_text(to_toml(load_config([], defaults)))
-        config = load_config([base, *args.config_files], _typed_flags(args))
-    return config.resolve(), args
-
-
-def _typed_flags(args: argparse.Namespace) -> dict:
-    given = {name.removeprefix("config."): value for name, value in vars(args).items() if name.startswith("config.")}
-    return {name: value if SETTINGS[name].type is bool else SETTINGS[name].from_text(value) for name, value in given.items()}
+    return config_from_args(args, TINY | (MOE if args.arch == "moe" else {})).resolve(), args
 
 
 def make_case(config: Config, args: argparse.Namespace, dp_size: int) -> GradientCase:

@@ -19,22 +19,23 @@ _DEST_PREFIX = "config."
 
 
 def load_config(
-    toml_paths: Sequence[str | os.PathLike] = (), overrides: Mapping[str, Any] | None = None
+    toml_paths: Sequence[str | os.PathLike] = (),
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config:
-    """The configuration of some TOML files, later ones winning, and then of `overrides` (field name -> value).
+    """The configuration of `defaults` (field name -> value, in place of the schema's), then of some TOML files, later
+    ones winning, and then of `overrides` (field name -> value).
 
     Raises:
         ConfigError: a file cannot be read, a section or key is unknown, or a value is not accepted; all at once.
     """
     values: dict[str, Any] = {}
     problems: list[str] = []
+    _merge_fields(defaults, values, problems)
     for path in toml_paths:
         _merge_file(Path(path), values, problems)
-    for name, value in (overrides or {}).items():
-        if name in SETTINGS:
-            _set(SETTINGS[name], value, "", values, problems)
-        else:
-            problems.append(f"unknown field {name}{_did_you_mean_key(name)}")
+    _merge_fields(overrides, values, problems)
     if problems:
         raise ConfigError(problems)
     return _assemble(values)
@@ -58,27 +59,35 @@ def add_config_flags(parser: argparse.ArgumentParser) -> None:
                 _add_flag(group, setting)
 
 
-def config_from_args(namespace: argparse.Namespace) -> Config:
-    """The configuration that a namespace of a parser with config flags asks for.
+def config_from_args(
+    namespace: argparse.Namespace,
+    defaults: Mapping[str, Any] | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """The configuration that a namespace of a parser with config flags asks for: `defaults` lose to its files,
+    `overrides` win over its flags.
 
     Raises:
         ConfigError: see `load_config`.
     """
-    overrides = {}
+    flags = {}
     for name, setting in SETTINGS.items():
         if hasattr(namespace, _DEST_PREFIX + name):
             given = getattr(namespace, _DEST_PREFIX + name)
-            overrides[name] = given if setting.type is bool else setting.from_text(given)
-    return load_config(getattr(namespace, _FILES_DEST), overrides)
+            flags[name] = given if setting.type is bool else setting.from_text(given)
+    return load_config(getattr(namespace, _FILES_DEST), flags | dict(overrides or {}), defaults=defaults)
 
 
 def parse_args(
-    argv: Sequence[str] | None = None, *, extra: argparse.ArgumentParser | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    extra: argparse.ArgumentParser | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Config | tuple[Config, argparse.Namespace]:
     """The configuration of a command line (None: this process's).
 
     With `extra`, a tool's own parser, the config flags are added to it and (config, namespace) is returned; the
-    namespace carries the tool's flags.
+    namespace carries the tool's flags. `defaults`: fields that a tool sets otherwise than the schema.
 
     Raises:
         ConfigError: see `load_config`; and for flags that neither the configuration nor the tool has.
@@ -88,7 +97,7 @@ def parse_args(
     namespace, unknown = parser.parse_known_args(argv)
     problems = _unknown_arguments(unknown)
     try:
-        config = config_from_args(namespace)
+        config = config_from_args(namespace, defaults)
     except ConfigError as error:
         raise ConfigError(problems + error.problems) from None
     if problems:
@@ -137,6 +146,14 @@ def _assemble(values: Mapping[str, Any]) -> Config:
         for section, section_type in SECTIONS.items()
     }
     return Config(**sections, given=frozenset(values))
+
+
+def _merge_fields(fields: Mapping[str, Any] | None, values: dict[str, Any], problems: list[str]) -> None:
+    for name, value in (fields or {}).items():
+        if name in SETTINGS:
+            _set(SETTINGS[name], value, "", values, problems)
+        else:
+            problems.append(f"unknown field {name}{_did_you_mean_key(name)}")
 
 
 def _merge_file(path: Path, values: dict[str, Any], problems: list[str]) -> None:

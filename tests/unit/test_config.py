@@ -603,3 +603,13 @@ def test_a_tensor_of_logits_stays_below_two_to_the_31(vocab_size, rows):
     assert validate(load_config(overrides=options | {"log_probs_chunk_size": rows})) == []
     (problem,) = validate(load_config(overrides=options | {"log_probs_chunk_size": rows + 1}))
     assert f"at most {rows} rows" in problem and "--log-probs-chunk-size" in problem
+
+
+def test_defaults_of_a_tool_lose_to_files_and_flags(tmp_path):
+    (tmp_path / "run.toml").write_text("[optimizer]\nlr = 0.25\n")
+    defaults = {"lr": 0.5, "seed": 7, "group_size": 3}
+    parser = argparse.ArgumentParser()
+    argv = ["--config", str(tmp_path / "run.toml"), "--seed", "9"]
+    config, namespace = parse_args(argv, extra=parser, defaults=defaults)
+    assert (config.optimizer.lr, config.run.seed, config.rollout.group_size) == (0.25, 9, 3)
+    assert config_from_args(namespace, defaults, {"seed": 1}).run.seed == 1
