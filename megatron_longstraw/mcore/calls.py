@@ -47,9 +47,16 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
     if batch is None:
         run_call(policy, [], grad=False)
         return None
+    store = open_store(policy, batch, walk_back=walk_back)
+    capture_chunks(policy, store, batch, range(store.plan.num_chunks))
+    return store
+
+
+def open_store(policy: Policy, batch: PromptBatch, *, walk_back: bool = True) -> PrefixStore:
+    """The store of a capture that has not begun; see `capture`."""
     prefix = policy.config.prefix
     plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
-    store = PrefixStore(
+    return PrefixStore(
         num_prompts=batch.num_prompts,
         plan=plan,
         num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks) if walk_back else 0,
@@ -57,10 +64,14 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         block_tokens=prefix.prefix_block_tokens,
         keep_attention=prefix.prefix_out_tier == "device",
     )
-    items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
-    with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):
+
+
+def capture_chunks(policy: Policy, store: PrefixStore, batch: PromptBatch, chunks: range) -> None:
+    """Run these chunks of the prompts, which have to follow those that the store holds."""
+    items = [_chunk_item(policy, store, batch, index, appends=True) for index in chunks]
+    num_tokens = sum(store.plan.chunks[index].num_tokens for index in chunks)
+    with policy.meter.measure("capture", batch.num_prompts * num_tokens):
         run_call(policy, items, grad=False)
-    return store
 
 
 def score(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None) -> tuple[Table, Table]:
