@@ -43,6 +43,7 @@ from megatron_longstraw.mcore.parameters import ParameterShard, named_shards
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.rollout.generate import generate
 from megatron_longstraw.types import PromptGroup
+from megatron_longstraw.user_errors import report
 
 NEGLIGIBLE = 1e-6
 BF16_FACTOR = 1.5
@@ -234,7 +235,7 @@ def main(argv: list[str]) -> int:
             argvs = [flags + ["--oracle-cache", str(args.oracle_cache)] * bool(args.oracle_cache) for flags in json.loads(args.cases.read_text())]
         results = run_all(argvs)
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return 2
     if dist.get_rank() == 0:
         if args.json:

@@ -44,6 +44,7 @@ from megatron_longstraw.planner.bytes import bytes_of_rank
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.run_log.environment import environment
 from megatron_longstraw.types import Branch, PromptGroup
+from megatron_longstraw.user_errors import report
 
 DEFAULTS = {
     "num_layers": 2,
@@ -66,6 +67,7 @@ def parse(argv: list[str] | None, world_size: int) -> tuple[Config, argparse.Nam
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", type=int, default=131072, help="tokens of the prompt and one response")
     parser.add_argument("--step", type=float, default=1e-2, help="length of the finite-difference step in the weights")
+    parser.add_argument("--no-check", action="store_true", help="leave the finite differences out")
     parser.add_argument("--state", type=Path, help="folder for the capture as it goes (frozen only)")
     parser.add_argument("--state-interval-s", type=float, default=300.0, help="seconds between writes to --state")
     parser.add_argument("--json", type=Path, help="file to write; default: the screen")
@@ -133,7 +135,7 @@ class Receipt:
             "phases": self.phases,
             "state_bytes_after": state_bytes,
             "step": self.step_bytes(),
-            "finite_difference": self.finite_difference(store, self.loss(logprobs)),
+            "finite_difference": None if self.args.no_check else self.finite_difference(store, self.loss(logprobs)),
             "chunks": store.plan.num_chunks,
             "received_bytes_per_chunk_and_layer": self.received_bytes_per_chunk_and_layer(store),
             "config": self.describe(),
@@ -247,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         config, args = parse(argv, world_size)
         result = Receipt(config, args).run()
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        report(error)
         return 2
     if dist.get_rank() == 0:
         text = json.dumps(result, indent=2) + "\n"

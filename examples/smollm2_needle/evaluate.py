@@ -4,8 +4,8 @@
         --hf-checkpoint FOLDER --train-files heldout.jsonl --answers answers.jsonl
 
 Prompts run once and are answered from the prefix state, as in training; with --transformers, the model is loaded and
-answers there. Both compute in float32, also what was trained in bfloat16: there, near ties fall either way in two
-implementations. Takes every other training flag, and runs under torchrun as training does.
+answers there. Takes every training flag, and runs under torchrun as training does. Two implementations give the same
+answers in float32 (--no-bf16); in bfloat16 near ties fall either way.
 """
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
     import transformers
 
     transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=torch.float32)
+    dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+    model = transformers.AutoModelForCausalLM.from_pretrained(config.checkpoint.hf_checkpoint, dtype=dtype)
     answers = []
     for group in groups:
         ids = torch.from_numpy(group.prompt_ids)[None]
@@ -66,13 +67,14 @@ def transformers_answers(config: Config, task: FileTask, groups: list[PromptGrou
     return answers
 
 
-def evaluate(config: Config, by_transformers: bool) -> list[dict]:
-    """One row per prompt, in the order of the file: id, answer, ground_truth, and what `score` says."""
+def evaluate(config: Config, by_transformers: bool, num_prompts: int | None = None) -> list[dict]:
+    """One row per prompt (of the first `num_prompts`), in the order of the file: id, answer, ground_truth, and what
+    `score` says."""
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
     layout = parallel.initialize(config)
     task = FileTask.from_config(config)
-    groups = task.prompts(0, len(task.kept))
+    groups = task.prompts(0, len(task.kept))[:num_prompts]
     own = groups[layout.dp_rank :: layout.dp_size]
     if by_transformers:
         answers = transformers_answers(config, task, own)
@@ -98,13 +100,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=Path, required=True, help="JSONL to write: one line per prompt")
     parser.add_argument("--transformers", action="store_true", help="answer with transformers")
+    parser.add_argument("--num-prompts", type=int, metavar="N", help="answer the first N only")
     parser.add_argument("--compare", type=Path, help="such a JSONL to count equal answers in")
     config, args = parse_args(extra=parser)
     rollout = dataclasses.replace(config.rollout, group_size=1, temperature=NEARLY_GREEDY)
     data = dataclasses.replace(config.data, shuffle=False)
-    model = dataclasses.replace(config.model, bf16=False)
     begin = time.perf_counter()
-    rows = evaluate(dataclasses.replace(config, rollout=rollout, data=data, model=model), args.transformers)
+    rows = evaluate(dataclasses.replace(config, rollout=rollout, data=data), args.transformers, args.num_prompts)
     if dist.get_rank() == 0:
         args.answers.write_text("".join(json.dumps(row) + "\n" for row in rows))
         right = int(sum(row["score"] for row in rows))

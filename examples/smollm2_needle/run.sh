@@ -36,5 +36,8 @@ echo "model      $base"
 echo "before     $(evaluate "$base" "$out/before.jsonl" "$@")"
 train --hf-checkpoint "$base" --train-files "$out/train.jsonl" --run-dir "$out" --save-hf "$out/trained" "$@"
 echo "after      $(evaluate "$out/trained" "$out/after.jsonl" "$@")"
-echo "reloaded   $(evaluate "$out/trained" "$out/reloaded.jsonl" "$@" --transformers --compare "$out/after.jsonl")"
+# Whether the exported folder is the model that was trained, by answers that do not hang on rounding.
+echo "float32    $(evaluate "$out/trained" "$out/float32.jsonl" "$@" --no-bf16 --num-prompts 16)"
+echo "reloaded   $(evaluate "$out/trained" "$out/reloaded.jsonl" "$@" --no-bf16 --num-prompts 16 \
+    --transformers --compare "$out/float32.jsonl")"
 echo "time       $((SECONDS - begin)) s"

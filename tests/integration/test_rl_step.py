@@ -6,7 +6,7 @@ import torch
 
 from megatron_longstraw.algorithm import RLStep
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of
-from megatron_longstraw.mcore.calls import capture, score
+from megatron_longstraw.mcore.calls import capture, full_sequences, score
 from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
 from megatron_longstraw.mcore.parameters import named_shards
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
@@ -102,6 +102,23 @@ def test_branches_do_not_see_each_other():
         np.testing.assert_array_equal(before[0, index], after[0, index])
     turned = logprobs(group.branches[::-1])
     np.testing.assert_allclose(turned[0, 2], before[0, 0], atol=1e-6)
+
+
+def test_the_state_of_a_prompt_does_not_depend_on_what_follows():
+    """F20: equal bits for responses of any length, and their log-probs are those of whole sequences to rounding."""
+    policy = tiny_policy()
+    (group,) = random_groups(1, 70, [64])
+    response = group.branches[0].response_ids
+    states = []
+    for length in (1, 5, 64):
+        batch = PromptBatch([PromptGroup(group.prompt_ids, [Branch(response[:length])])])
+        store = capture(policy, batch)
+        replayed = score(policy, store, batch)[0][0, 0]
+        whole = full_sequences(policy, batch, None)[0][0, 0]
+        np.testing.assert_allclose(replayed, whole, atol=5e-6)
+        states.append([(block.k.clone(), block.v.clone()) for state in store.layers.values() for block in state.blocks(69)])
+    for other in states[1:]:
+        assert all(torch.equal(x, y) for blocks in zip(states[0], other) for x, y in zip(*blocks))
 
 
 def test_a_step_without_signal_leaves_everything_untouched():
@@ -332,3 +349,32 @@ def test_dropout_is_zero_in_the_built_model():
     assert (config.hidden_dropout, config.attention_dropout) == (0.0, 0.0)
 
 
+
+
+def weights_after(num_steps, name, gradient, **options):
+    """A weight of a bfloat16 model after so many steps of Adam under a constant gradient: (before, after) of its float32
+    master copy, and of the model's own."""
+    policy, optimizer = tiny_trainer(bf16=True, clip_grad=0.0, lr_decay_style="constant", lr_warmup_iters=0, **options)
+    (parameter,) = (parameter for shard, parameter in named_shards(policy.chunks, policy.config.model) if shard.name == name)
+    copies = (parameter.main_param, parameter.detach())
+    before = [copy.double().norm().item() for copy in copies]
+    for _ in range(num_steps):
+        policy.zero_grad()
+        parameter.main_grad.fill_(gradient)
+        optimizer.step()
+    return [(old, copy.double().norm().item()) for old, copy in zip(before, copies)]
+
+
+@pytest.mark.parametrize(("lr", "num_steps", "factor"), [(6e-4, 100, 0.94), (1e-6, 1000, 0.999)])
+def test_small_updates_add_up(lr, num_steps, factor):
+    """L05: added to a bfloat16 weight of 1, each of them would be rounded away."""
+    master, model = weights_after(num_steps, "decoder.final_layernorm.weight", 1.0, lr=lr, weight_decay=0.0)
+    assert master[1] == pytest.approx(factor * master[0], rel=2e-5)
+    assert model[1] == pytest.approx(factor * model[0], rel=2**-8)
+
+
+def test_small_weight_decay_adds_up():
+    """L06: the factor 1 - 1e-7 is 1 in bfloat16."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    master, _ = weights_after(1000, name, 0.0, lr=1e-5, weight_decay=0.01)
+    assert 0.8e-4 < 1 - master[1] / master[0] < 1.2e-4

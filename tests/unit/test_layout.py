@@ -126,3 +126,16 @@ def test_empty_prefix_has_no_chunk():
     for plan in plans(0, 8, 2):
         assert plan.num_chunks == 0
         assert plan.local_offset(0) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [2_097_151, 4_194_303, 2**33 + 5])
+def test_positions_are_exact_in_the_millions(num_tokens):
+    """Every position on one rank, at the place that its neighbours leave for it; nothing wraps at 2**31."""
+    chunk_tokens, cp_size = num_tokens // 5, 8
+    plans = [plan_chunks(num_tokens, chunk_tokens, cp_rank=rank, cp_size=cp_size) for rank in range(cp_size)]
+    assert sum(plan.local_offset(plan.num_chunks) for plan in plans) == num_tokens
+    for chunks in zip(*(plan.chunks for plan in plans)):
+        starts = [(part.local_start, part.valid_local_tokens) for part in chunks if part.valid_local_tokens]
+        assert all(begin + count == following for (begin, count), (following, _) in zip(starts, starts[1:]))
+    last = max((part for plan in plans for part in plan.chunks), key=lambda part: part.local_start * (part.valid_local_tokens > 0))
+    assert last.local_start + last.valid_local_tokens == num_tokens

@@ -7,12 +7,15 @@ import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
 from megatron_longstraw.config import ModelConfig, load_config, validate
+from megatron_longstraw.context_parallel.layout import slice_sequence
 from megatron_longstraw.convert.hf_config import HFConfig
 from megatron_longstraw.convert.rope import read_rope, write_rope
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore import parallel
+from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.mcore.rotary import llama3_inv_freq
+from megatron_longstraw.prefix.microbatch import MicroBatch
 
 LLAMA3 = dict(
     rope_type="llama3", factor=8, low_freq_factor=1, high_freq_factor=4, original_max_position_embeddings=8192
@@ -120,14 +123,57 @@ def test_positions_are_exact_where_bfloat16_would_collide():
     assert float(torch.cos(rotary.get_emb(1, 15962)[0, 0, 0, 0])) == pytest.approx(-0.9080, abs=1e-4)
 
 
-@pytest.mark.parametrize(("position", "error_rad"), [(1048575, 0.07), (2097151, 0.13), (4194303, 0.21)])
-def test_phase_error_of_float32_frequencies_is_what_is_documented(position, error_rad):
-    """H13: float32 products of exact positions, as in Megatron and Hugging Face."""
+SCALINGS = {
+    "plain": dict(rope_type="default"),
+    "llama3": LLAMA3 | dict(factor=32.0),
+    "yarn": dict(rope_type="yarn", factor=64.0, original_max_position_embeddings=32768),
+    "linear": dict(rope_type="linear", factor=64.0),
+}
+
+
+def frequencies(kind):
+    """Of a head of 128 channels, in float64, by the published rules (float32 frequencies would hide their own error)."""
+    channel = torch.arange(0, 128, 2, dtype=torch.float64)
+    plain = 1e6 ** -(channel / 128)
+    if kind == "linear":
+        return plain / 64
+    if kind == "llama3":
+        smooth = ((8192 * plain / (2 * np.pi) - 1) / (4 - 1)).clamp(0, 1)
+        return (1 - smooth) * plain / 32 + smooth * plain
+    if kind == "yarn":
+        low, high = (128 * np.log(32768 / (beta * 2 * np.pi)) / (2 * np.log(1e6)) for beta in (32, 1))
+        ramp = ((channel / 2 - np.floor(low)) / (np.ceil(high) - np.floor(low))).clamp(0, 1)
+        return plain / 64 * ramp + plain * (1 - ramp)
+    return plain
+
+
+def phases_at(kind, position):
+    """[2, 64] phases of two neighbouring tokens, as the model's attention gets them."""
+    settings, _ = rope_of(rope_parameters={"rope_theta": 1e6} | SCALINGS[kind])
+    shape = dict(hidden_size=128, num_attention_heads=1, num_layers=1)
+    config = dataclasses.replace(load_config(), model=ModelConfig(**shape | settings)).resolve()
+    parallel.initialize(config)
     cpu_runtime.install()
-    rotary = RotaryEmbedding(kv_channels=128, rotary_percent=1.0, rotary_base=10**6, use_cpu_initialization=True)
-    phases = rotary.get_emb(1, position)[0, 0, 0, :64].double()
-    true = position * (1e6 ** -(torch.arange(0, 128, 2, dtype=torch.float64) / 128))
-    assert float((phases - true).abs().max()) <= error_rad
+    (chunk,) = build_model_chunks(config)
+    micro_batch = MicroBatch(slice_sequence(position, 2, cp_rank=0, cp_size=1))
+    params = BranchParams(micro_batch=micro_batch, rotary_offset=position, rotary_rows=2)
+    num_rows = chunk.rotary_pos_emb.get_rotary_seq_len(None, None, None, None, packed_seq_params=params)
+    phases = chunk.rotary_pos_emb(num_rows)
+    return (phases[0] if isinstance(phases, tuple) else phases)[:, 0, 0, :64]
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize(
+    ("position", "error_rad"), [(1048575, 0.07), (2097151, 0.13), (4194303, 0.21), (8388606, 0.45)]
+)
+def test_phases_at_millions_of_positions_are_off_by_what_is_documented(kind, position, error_rad):
+    """H13: float32 products of exact positions, as in Megatron and Hugging Face."""
+    phases = phases_at(kind, position)
+    true = torch.outer(torch.tensor([position, position + 1], dtype=torch.float64), frequencies(kind))
+    assert phases.dtype == torch.float32
+    assert float((phases.double() - true).abs().max()) <= error_rad
+    if kind != "linear":
+        assert phases[:, 0].tolist() == [position, position + 1], "the fastest channel turns by one radian per token"
 
 
 def test_llama3_needs_all_four_parameters():
