@@ -51,6 +51,8 @@ def wait_for_the_signal(folder, rank):
         assert time.monotonic() < deadline, "no signal"
         time.sleep(0.02)
     (folder / f"asked-{rank}").touch()
+    if "STUCK" in os.environ:
+        time.sleep(600)
 
 
 def task(config):
@@ -145,7 +147,7 @@ class Job:
 def submit(cluster, checkout, folder, **variables) -> Job:
     """By the tool."""
     own = ["--nodes", "2", "--gpus-per-node", "0", "--time", "20", "--signal-minutes", "2", "--output", "job.out"]
-    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save"]
+    command = [checkout / ".venv/bin/python", checkout / "tools/submit_slurm.py", *own, "--", *FLAGS, "--save", "save", "--save-interval", "1"]
     return Job(cluster, folder, command, **variables)
 
 
@@ -175,6 +177,16 @@ def test_a_job_goes_on_after_its_time_limit(cluster, checkout, folder):
     for line in (rf"job {job.number} on n\[0-1\], restart 0", "stopped: asked to stop", "back into the queue",
                  rf"job {job.number} on n\[0-1\], restart 1", "goes on after step 1"):  # fmt: skip
         assert len(re.findall(line, job.output())) == 1, f"{line} not once in\n{job.output()}"
+
+
+def test_a_call_that_does_not_end_is_abandoned(cluster, checkout, folder):
+    """The job goes on from its last checkpoint as if nothing had been."""
+    job = submit(cluster, checkout, folder, HOLD=folder, STUCK=1, LONGSTRAW_STOP_PATIENCE_S=3)
+    job.ask_to_stop(when_holding=RANKS)
+    assert job.state() == ("COMPLETED", 1), job.output()
+    for line in ("was abandoned", "back into the queue", "restart 1", "goes on after step 1"):
+        assert len(re.findall(line, job.output())) == 1, f"{line} not once in\n{job.output()}"
+    assert [line["training/global_step"] for line in job.metrics()] == list(range(OPTIONS["train_iters"]))
 
 
 def test_a_job_that_fails_is_not_requeued(cluster, checkout, folder):
