@@ -1,7 +1,10 @@
 """Stopping on request: a signal is noted when it comes and honoured at the next safe point, by all ranks together."""
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from types import FrameType
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -29,3 +32,12 @@ class StopRequest:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel kill this rank when the torchrun that started it is killed: each rank is in a session of its own,
+    so nobody else would, and it would wait for its peers until a timeout."""
+    started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    if started_by_torchrun and sys.platform == "linux":
+        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

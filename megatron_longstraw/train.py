@@ -21,7 +21,7 @@ from megatron_longstraw.algorithm import RLStep, StepReport
 from megatron_longstraw.config import Config, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 from megatron_longstraw.data.task import Task, check_prompts
-from megatron_longstraw.interruption import Interrupted, StopRequest
+from megatron_longstraw.interruption import Interrupted, StopRequest, end_with_torchrun
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer
@@ -203,6 +203,7 @@ def run(config: Config) -> RunSummary:
     Raises:
         ConfigError: what was asked for cannot be run; nothing has been computed or written.
     """
+    end_with_torchrun()
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
     check_window(config, folder)

@@ -1,4 +1,4 @@
-"""The agent hands USR1 on to ranks, whether they listen yet or not."""
+"""What reaches the ranks of a torchrun: USR1, whether they listen yet or not, and its end."""
 import os
 import signal
 import subprocess
@@ -33,6 +33,43 @@ wait_until(lambda: stop.received)
 """
 
 
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from megatron_longstraw.interruption import end_with_torchrun
+
+end_with_torchrun()
+unfinished = Path(sys.argv[1]) / f"unfinished-{os.environ['RANK']}"
+unfinished.write_text(str(os.getpid()))
+unfinished.rename(unfinished.with_name(unfinished.name.replace("unfinished", "pid")))
+time.sleep(60)
+"""
+
+
+def wait_until(done):
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent death signal is Linux's")
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+    (tmp_path / "rank.py").write_text(ORPHAN)
+    torchrun = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "rank.py", tmp_path],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("pid-*"))) == 2)
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    for path in tmp_path.glob("pid-*"):
+        wait_until(lambda: not Path(f"/proc/{path.read_text()}").exists())
+
+
 @pytest.mark.dist
 def test_usr1_reaches_every_rank_and_ends_none(tmp_path):
     """Once before the ranks listen, and once more, as schedulers that signal every process do."""
@@ -45,10 +82,7 @@ def test_usr1_reaches_every_rank_and_ends_none(tmp_path):
     )  # fmt: skip
     try:
         for name in ("started", "listening"):
-            deadline = time.monotonic() + 60
-            while len(list(tmp_path.glob(f"{name}-*"))) < 2 and agent.poll() is None:
-                assert time.monotonic() < deadline
-                time.sleep(0.02)
+            wait_until(lambda: len(list(tmp_path.glob(f"{name}-*"))) == 2 or agent.poll() is not None)
             agent.send_signal(signal.SIGUSR1)
         assert agent.wait(timeout=60) == 0, agent.stderr.read()[-3000:]
     finally:
