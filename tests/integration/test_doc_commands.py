@@ -56,8 +56,10 @@ COMMANDS = list({command: None for page in PAGES for block in blocks(page, "bash
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A user's folder with what docs/training.md shows, after its run, on a tiny model with few and short responses."""
-    folder = tmp_path_factory.mktemp("user")
+    """A checkout with what docs/training.md shows, after its run, on a tiny model with few and short responses."""
+    folder = make_checkout(tmp_path_factory.mktemp("a checkout"))
+    for name in ("models", "runs"):
+        (folder / "launch" / name).symlink_to(ROOT / "launch" / name)
     make_whole_folder(folder / "DIR", max_position_embeddings=32768)
     for name, text in SHOWN.items():
         (folder / name).write_text(text)
@@ -76,14 +78,6 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    root = make_checkout(tmp_path_factory.mktemp("a checkout"))
-    for name in ("models", "runs"):
-        (root / "launch" / name).symlink_to(ROOT / "launch" / name)
-    return root
-
-
 def test_the_run_that_is_shown_trains_and_exports(folder):
     assert set(SHOWN) == {"prompts.jsonl", "my_reward.py", "my_run.toml"}
     lines = [json.loads(line) for line in (folder / "runs/mine/metrics.jsonl").read_text().splitlines()]
@@ -99,8 +93,11 @@ def test_the_run_that_is_shown_trains_and_exports(folder):
 class Typed:
     """What a command is tried with."""
 
-    def __init__(self, folder: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
-        self.folder, self.checkout, self.monkeypatch, self.capfd = folder, checkout, monkeypatch, capfd
+    planned: set[tuple[str, ...]] = set()
+    """Launches that were tried already: several pages show them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture):
+        self.folder, self.monkeypatch, self.capfd = folder, monkeypatch, capfd
 
     def tool(self, main, argv: list[str], says: str) -> None:
         """Runs a tool's main."""
@@ -149,9 +146,11 @@ class Typed:
             assert not flags
             assert subprocess.run(["bash", "-n", ROOT / script]).returncode == 0
             return
-        command, variables = ["bash", self.checkout / script, *flags], environment(DRY_RUN=1)
-        done = subprocess.run(command, cwd=self.folder, env=variables, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.startswith("layout "), done.stdout + done.stderr
+        command = ("bash", script, *flags)
+        if command not in self.planned:
+            done = subprocess.run(command, cwd=self.folder, env=environment(DRY_RUN=1), capture_output=True, text=True)
+            assert done.returncode == 0 and "\nmodel  " in done.stdout, done.stdout + done.stderr
+            self.planned.add(command)
 
     def submit(self, argv: list[str]) -> None:
         self.tool(submit_slurm.main, ["--dry-run", *(word for word in argv if word != "--dry-run")], "^#!/bin/bash\n")
@@ -223,10 +222,10 @@ def leading_flags(argv: list[str], known: set[str]) -> list[str]:
 
 
 @pytest.fixture
-def typed(folder, checkout, monkeypatch, capfd):
+def typed(folder, monkeypatch, capfd):
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
-    return Typed(folder, checkout, monkeypatch, capfd)
+    return Typed(folder, monkeypatch, capfd)
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
