@@ -8,6 +8,7 @@ import torch
 
 from megatron_longstraw.config import load_config
 from megatron_longstraw.convert.adopt import open_folder, with_model_of
+from tests import tiny_tokenizers
 
 ORIGINAL_TOKENS = 16
 """Context of pre-training that the scaled cases name; tests go to five times of it."""
@@ -62,6 +63,16 @@ def make_folder(case: str, folder: Path, dtype=torch.float32, shard_bytes: int |
     model.to(dtype).save_pretrained(folder, **({"max_shard_size": shard_bytes} if shard_bytes else {}))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}\n')
     (folder / "chat_template.jinja").write_text("{{ messages }}\n")
+    return folder
+
+
+def make_whole_folder(folder: Path, **shape) -> Path:
+    """A model with a tokenizer of its own (byte-level, with a chat template) that ends texts with the model's EOS."""
+    shape = dict(vocab_size=320, eos_token_id=1) | shape
+    files = {path.name: path.read_bytes() for path in tiny_tokenizers.byte_level(folder).iterdir()}
+    make_folder("qwen2 tied", folder, **shape)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
     return folder
 
 

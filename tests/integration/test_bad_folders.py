@@ -301,6 +301,7 @@ WORDS = {
     "a tensor in two shards": [SHARDS.format(1), SHARDS.format(2)],
     "cut at 10/20": [SINGLE],
     "model_type 'qwen4'": ["qwen3"],
+    "pickled weights": ["safetensors files only", "never unpickled"],
 }
 
 

@@ -1,6 +1,5 @@
 """From a Hugging Face folder and a file of prompts to a Hugging Face folder."""
 import json
-import shutil
 
 import pytest
 import torch
@@ -13,8 +12,7 @@ from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.checkpoint import save_weights
 from megatron_longstraw.mcore.hf_weights import load_hf
 from megatron_longstraw.mcore.model import build_model_chunks
-from tests import tiny_tokenizers
-from tests.hf_models import adopt, make_folder
+from tests.hf_models import adopt, make_whole_folder
 
 
 def reward(data_source, solution_str, ground_truth, extra_info):
@@ -25,12 +23,7 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 def source(tmp_path_factory):
     """A model folder with a tokenizer of its own, and prompts."""
     folder = tmp_path_factory.mktemp("hf") / "model"
-    tiny_tokenizers.byte_level(folder)
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    shutil.rmtree(folder)
-    make_folder("qwen2 tied", folder, vocab_size=320, eos_token_id=1)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
+    make_whole_folder(folder)
     rows = [{"prompt": f"the cat number {i} sat on the mat", "answer": str(i)} for i in range(4)]
     (folder.parent / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

@@ -1,4 +1,4 @@
-"""Imports go one way, megatron stays in one folder, and errors are not swallowed.
+"""Imports go one way, megatron stays in one folder, errors are not swallowed, and what others made is never unpickled.
 
 Read from the source, so that imports inside functions and under TYPE_CHECKING count too. A new top-level module needs
 a place in the tables below.
@@ -26,6 +26,14 @@ LEAF_USERS = {leaf: SPINE[SPINE.index("rollout") :] for leaf in LEAVES} | {"conv
 WITHOUT_TORCH = ("config", "types", "planner", "slurm", "user_errors")
 FORBIDDEN = ("megatron.training", "apex")
 """megatron.training is not in the wheel; apex needs a CUDA build."""
+UNTRUSTED = ("convert", "data", "rollout", "rewards")
+"""Read models, prompts and rollouts that others made."""
+TOOLS_OF_UNTRUSTED = ("validate_data.py", "data_report.py")
+RUN_CODE = (
+    "pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "runpy", "torch.load", "torch.jit.load",
+    "numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "eval", "exec", "compile",
+)  # fmt: skip
+"""Modules and functions that run what a file says."""
 MAY_CATCH_EVERYTHING = ("rewards/loading.py", "data/tokenizers.py")
 """A user's reward function may raise anything, and a library may raise bare Exception; the line must say so in a
 comment."""
@@ -88,7 +96,27 @@ def violations(package):
             if any(module == name or module.startswith(name + ".") for name in FORBIDDEN):
                 found.append(f"{where}:{line}: {module} is not available everywhere")
         found += swallowed_errors(path, where)
+        if own in UNTRUSTED:
+            found += runs_code_of_files(path, where)
     return found
+
+
+def runs_code_of_files(path, where):
+    """Names of RUN_CODE that a file imports or uses, and leave for a model's own code."""
+    used = [(node.lineno, ast.unparse(node)) for node in ast.walk(ast.parse(path.read_text())) if dotted(node)]
+    for line, name in {*used, *imported_modules(path, path.parent)}:
+        if any(name == banned or name.startswith(banned + ".") for banned in RUN_CODE):
+            yield f"{where}:{line}: {name} runs what a file says"
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "trust_remote_code" and ast.unparse(node.value) != "False":
+            yield f"{where}:{node.value.lineno}: trust_remote_code runs what a file says"
+
+
+def dotted(node):
+    """Whether this is a name, or a name with attributes: torch.load."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
 
 
 def swallowed_errors(path, where):
@@ -106,6 +134,11 @@ def test_the_package_keeps_its_layers():
     """A breach makes pieces that are testable alone depend on everything, and soon on each other."""
     assert len(sources(PACKAGE)) > 20
     assert violations(PACKAGE) == []
+
+
+def test_tools_that_read_what_others_made_do_not_run_it():
+    for name in TOOLS_OF_UNTRUSTED:
+        assert list(runs_code_of_files(PACKAGE.parent / "tools" / name, name)) == []
 
 
 def test_config_planner_and_launch_load_without_torch():
@@ -166,6 +199,12 @@ PLANTED = {
         "try:\n    pass\nexcept (ValueError, BaseException):\n    pass",
         "catches every error",
     ),
+    "pickle of data": ("data/x.py", "import pickle", "pickle runs what a file says"),
+    "inside a function of convert": ("convert/x.py", "def f(p):\n    from torch import load", "torch.load runs"),
+    "torch.load": ("convert/x.py", "import torch\ndef f(p):\n    return torch.load(p)", "x.py:3: torch.load runs"),
+    "eval": ("rewards/x.py", "def f(text):\n    return eval(text)", "eval runs what a file says"),
+    "allow_pickle": ("rollout/x.py", "import numpy as np\nf = np.load", "np.load runs what a file says"),
+    "a model's own code": ("data/x.py", "f(trust_remote_code=True)", "trust_remote_code runs what a file says"),
     "without a comment": ("rewards/loading.py", "try:\n    pass\nexcept Exception:\n    pass", "catches every error"),
 }
 PERMITTED = {
@@ -177,6 +216,8 @@ PERMITTED = {
     "base": ("rewards/x.py", "from ..types import Branch"),
     "leaf from above": ("train.py", "from megatron_longstraw.objectives.metrics import MetricSums"),
     "megatron in mcore": ("mcore/x.py", "from megatron.core import parallel_state"),
+    "evaluation mode": ("convert/x.py", "def f(model, json, re):\n    return model.eval(), json.load, re.compile"),
+    "none of a model's code": ("data/x.py", "f(trust_remote_code=False)"),
     "with a comment": ("rewards/loading.py", "try:\n    pass\nexcept Exception:  # a user's function\n    pass"),
 }
 
