@@ -45,7 +45,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         walk_back: the store may serve an update; False keeps nothing for a prefix backward (sampling, scoring).
     """
     if batch is None:
-        run_call(policy, [], grad=False)
+        run_call(policy, [], grad=False, head=False)
         return None
     prefix = policy.config.prefix
     plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
@@ -59,7 +59,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
     )
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
     with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):
-        run_call(policy, items, grad=False)
+        run_call(policy, items, grad=False, head=False)
     return store
 
 
@@ -99,14 +99,14 @@ def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatc
     if policy.config.prefix.prefix_grad == "frozen":
         return
     if batch is None:
-        run_call(policy, [], grad=True)
+        run_call(policy, [], grad=True, head=False)
         return
     store.check_version(policy.weights_version)
     walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
     items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
     num_tokens = sum(store.plan.chunks[index].num_tokens for index in walked_back)
     with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
-        run_call(policy, items, grad=True)
+        run_call(policy, items, grad=True, head=False)
 
 
 def full_sequences(policy: Policy, batch: PromptBatch | None, weights: Table | None) -> tuple[Table, Table]:

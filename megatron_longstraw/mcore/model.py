@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_longstraw.config import Config, ConfigError, ModelConfig
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.core_attention import BranchCoreAttention
+from megatron_longstraw.mcore.layer import BranchLayer
 from megatron_longstraw.mcore.normalization import TorchRMSNorm
 from megatron_longstraw.mcore.parallel import expert_tensor_parallel_size
 from megatron_longstraw.mcore.rotary import OffsetRotary, llama3_inv_freq
@@ -135,7 +136,7 @@ def transformer_config(config: Config) -> TransformerConfig:
 
 
 def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """One decoder layer with our core attention (and, without Transformer Engine, our norm)."""
+    """One decoder layer of our own with our core attention (and, without Transformer Engine, our norm)."""
     options = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_layernorm)
     if uses_transformer_engine(model):
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
@@ -146,6 +147,7 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         if model.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    spec.module = BranchLayer
     spec.submodules.self_attention.submodules.core_attention = BranchCoreAttention
     return spec
 

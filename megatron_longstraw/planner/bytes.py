@@ -104,20 +104,20 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
     """Of a rank of this pipeline stage; `rollout.max_prompt_length` None counts as one token (no prefix)."""
     config = config.resolve()
     parameters, element = parameters_of_rank(config, stage), _element_bytes(config)
-    prefix = prefix_bytes(config, world_size)
     return RankBytes(
         weights=parameters.total * element,
         gradients=parameters.total * FLOAT32,
         optimizer=_optimizer_bytes(config, world_size, parameters),
-        **prefix,
+        **prefix_bytes(config, world_size, stage),
         sampling_kv=_sampling_bytes(config, world_size),
-        captures=_num_captures(config, world_size, prefix["prefix_kv"] + prefix["prefix_attention"]),
-        activations=_activation_bytes(config, world_size),
+        captures=_num_captures(config, world_size),
+        activations=_activation_bytes(config, world_size, stage),
     )
 
 
-def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
-    """The prefix part of `RankBytes`: one capture of `prompts_per_microbatch` longest prompts."""
+def prefix_bytes(config: Config, world_size: int, stage: int = 0) -> dict[str, int]:
+    """The prefix part of `RankBytes`: one capture of `prompts_per_microbatch` longest prompts. No stage holds more than
+    the first."""
     config = config.resolve()
     model, prefix = config.model, config.prefix
     sizes = _chunk_sizes(config)
@@ -125,7 +125,7 @@ def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
     prompts, element = _prompts_per_capture(config, world_size), _element_bytes(config)
     per_token = prompts * _kv_elements(config)
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    per_row = prompts * _layers(config) * heads * (model.kv_channels * element + FLOAT32)
+    per_row = prompts * _attending_layers(config, stage) * heads * (model.kv_channels * element + FLOAT32)
     keep = prefix.prefix_out_tier == "device"
     return {
         "prefix_kv": sum(valid for valid, _ in sizes) * per_token * element,
@@ -157,6 +157,11 @@ def _element_bytes(config: Config) -> int:
 
 def _layers(config: Config) -> int:
     return config.model.num_layers // config.parallel.pipeline_model_parallel_size
+
+
+def _attending_layers(config: Config, stage: int) -> int:
+    """Layers of a stage through which a prompt chunk goes whole: of the model's last layer it needs K, V only."""
+    return _layers(config) - (stage == config.parallel.pipeline_model_parallel_size - 1)
 
 
 def _kv_elements(config: Config) -> int:
@@ -192,7 +197,10 @@ def _optimizer_bytes(config: Config, world_size: int, parameters: Parameters) ->
     return dense - (-per_parameter * parameters.expert // (of_stage // (ep if ep > 1 else tp)))
 
 
-def _num_captures(config: Config, world_size: int, capture_bytes: int) -> int:
+def _num_captures(config: Config, world_size: int) -> int:
+    """All stages keep as many as the one with the largest captures can."""
+    largest = prefix_bytes(config, world_size)
+    capture_bytes = largest["prefix_kv"] + largest["prefix_attention"]
     batches = -(-_prompts_of_update(config, world_size) // config.prefix.prompts_per_microbatch)
     budget = config.prefix.prefix_state_budget
     if budget is None or not capture_bytes:
@@ -206,19 +214,20 @@ def _sampling_bytes(config: Config, world_size: int) -> int:
     return branches * rollout.max_response_length * _kv_elements(config) * _element_bytes(config)
 
 
-def _activation_bytes(config: Config, world_size: int) -> int:
+def _activation_bytes(config: Config, world_size: int, stage: int) -> int:
     """Of the largest micro-batch: what its layers keep for backward (their inputs under full recompute) and one layer
     more, the gathered rows of one attention, and one chunk of the head with its gradient."""
     parallel, prefix = config.parallel, config.prefix
-    inside, layers, element = _inside_layer(config), _layers(config), _element_bytes(config)
+    inside, element = _inside_layer(config), _element_bytes(config)
     hidden = config.model.hidden_size / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
     of_layer = inside if parallel.recompute_granularity is None else element * hidden
-    kept = layers * of_layer * parallel.pipeline_model_parallel_size + inside
+    of_layer *= parallel.pipeline_model_parallel_size  # micro-batches in flight
+    kept, kept_of_chunk = (layers * of_layer + inside for layers in (_layers(config), _attending_layers(config, stage)))
     tp = parallel.tensor_model_parallel_size
     queries = config.model.num_attention_heads * config.model.kv_channels / tp
     attention = parallel.context_parallel_size * queries * (3 * element + 2 * FLOAT32)
     chunk_rows, response_rows = _microbatch_rows(config, world_size)
-    of_chunk = chunk_rows * ((inside if prefix.prefix_grad == "frozen" else kept) + attention)
+    of_chunk = chunk_rows * ((inside if prefix.prefix_grad == "frozen" else kept_of_chunk) + attention)
     head_rows = min(prefix.log_probs_chunk_size, response_rows * parallel.context_parallel_size)
     head = 2 * FLOAT32 * head_rows * config.model.padded_vocab_size(tp) // tp
     return int(max(of_chunk, response_rows * (kept + attention))) + head
