@@ -172,6 +172,11 @@ class PrefixConfig:
     )
     prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
     prefix_block_tokens: int = option(8192, "largest key-value block of one attention call, in tokens", minimum=1)
+    prefix_mlp_block_tokens: int | None = option(
+        None,
+        "rows of a prompt chunk on one rank that go through a layer's MLP at once, and again in the walk back; none: all",
+        minimum=1,
+    )
     branches_per_microbatch: int = option(8, "responses replayed at once, per prompt", minimum=1)
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(
@@ -394,6 +399,12 @@ class Config:
             prefix=self.prefix.resolve(),
             algorithm=self.algorithm.resolve(),
         )
+
+    def rows_of_rank(self, num_tokens: int) -> int:
+        """Rows of one rank outside the matmuls for a sequence of that many tokens, pads included."""
+        parallel = self.parallel
+        tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return -(-num_tokens // (parallel.context_parallel_size * tp))
 
 
 def _default(value, otherwise):

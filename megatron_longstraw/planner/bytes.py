@@ -145,10 +145,13 @@ def _chunk_sizes(config: Config) -> list[tuple[int, int]]:
 
 
 def _rows(config: Config, num_tokens: int) -> int:
-    """Rows per rank of that many tokens, pads included."""
-    parallel = config.parallel
-    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return -(-num_tokens // (parallel.context_parallel_size * multiple)) * multiple
+    """Rows per rank inside the matmuls, pads included."""
+    return config.rows_of_rank(num_tokens) * _sequence_split(config)
+
+
+def _sequence_split(config: Config) -> int:
+    """Ranks that share the rows of one rank outside the matmuls."""
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
 
 
 def _element_bytes(config: Config) -> int:
@@ -215,34 +218,37 @@ def _sampling_bytes(config: Config, world_size: int) -> int:
 
 
 def _activation_bytes(config: Config, world_size: int, stage: int) -> int:
-    """Of the largest micro-batch: what its layers keep for backward (their inputs under full recompute) and one layer
-    more, the gathered rows of one attention, and one chunk of the head with its gradient."""
+    """Of the largest micro-batch, and one chunk of the head with its gradient."""
     parallel, prefix = config.parallel, config.prefix
-    inside, element = _inside_layer(config), _element_bytes(config)
-    hidden = config.model.hidden_size / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    of_layer = inside if parallel.recompute_granularity is None else element * hidden
-    of_layer *= parallel.pipeline_model_parallel_size  # micro-batches in flight
-    kept, kept_of_chunk = (layers * of_layer + inside for layers in (_layers(config), _attending_layers(config, stage)))
-    tp = parallel.tensor_model_parallel_size
-    queries = config.model.num_attention_heads * config.model.kv_channels / tp
-    attention = parallel.context_parallel_size * queries * (3 * element + 2 * FLOAT32)
-    chunk_rows, response_rows = _microbatch_rows(config, world_size)
-    of_chunk = chunk_rows * ((inside if prefix.prefix_grad == "frozen" else kept_of_chunk) + attention)
+    tp, (chunk_rows, response_rows) = parallel.tensor_model_parallel_size, _microbatch_rows(config, world_size)
+    walked_back = 0 if prefix.prefix_grad == "frozen" else _attending_layers(config, stage)
+    mlp_rows = chunk_rows
+    if prefix.prefix_mlp_block_tokens is not None:
+        mlp_rows = _prompts_per_capture(config, world_size) * prefix.prefix_mlp_block_tokens * _sequence_split(config)
+    of_chunk = _microbatch_bytes(config, chunk_rows, walked_back, min(mlp_rows, chunk_rows))
+    of_responses = _microbatch_bytes(config, response_rows, _layers(config), response_rows)
     head_rows = min(prefix.log_probs_chunk_size, response_rows * parallel.context_parallel_size)
     head = 2 * FLOAT32 * head_rows * config.model.padded_vocab_size(tp) // tp
-    return int(max(of_chunk, response_rows * (kept + attention))) + head
+    return int(max(of_chunk, of_responses)) + head
 
 
-def _inside_layer(config: Config) -> float:
-    """Bytes per row that one layer keeps for its backward."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    hidden = model.hidden_size / (tp if parallel.sequence_parallel else 1)
+def _microbatch_bytes(config: Config, rows: int, layers: int, mlp_rows: int) -> float:
+    """What that many layers keep of the rows for backward (their inputs under full recompute) and one layer more, with
+    the MLP of `mlp_rows` at once; and the gathered rows of one attention."""
+    model, parallel, element = config.model, config.parallel, _element_bytes(config)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    hidden = model.hidden_size / _sequence_split(config)
     queries, keys = (count * model.kv_channels / tp for count in (model.num_attention_heads, model.num_query_groups))
     ffn = model.ffn_hidden_size / tp
     if model.num_experts is not None:
         ffn = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0) / tp
-    return _element_bytes(config) * (4 * hidden + 3 * queries + 3 * keys + 4 * ffn)
+    attention, mlp, held = 2 * hidden + 3 * queries + 3 * keys, 2 * hidden + 4 * ffn, mlp_rows
+    if mlp_rows < rows:  # the blocks' input stays, the rest is computed again
+        attention, held = attention + hidden, 0
+    of_layer = rows * hidden if parallel.recompute_granularity else rows * attention + held * mlp
+    one_more = rows * attention + mlp_rows * mlp
+    in_flight = parallel.pipeline_model_parallel_size
+    return element * (layers * of_layer * in_flight + one_more) + rows * cp * queries * (3 * element + 2 * FLOAT32)
 
 
 def _microbatch_rows(config: Config, world_size: int) -> tuple[int, int]:

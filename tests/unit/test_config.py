@@ -396,6 +396,7 @@ def test_num_chunks_walked_back(grad, chunks):
         ({"train_batch_size": 6, "ppo_mini_batch_size": 3}, 1),
         ({"lr_warmup_iters": 3, "train_iters": 4}, 1),
         ({"schedule": "full"}, 1),
+        ({"prefix_mlp_block_tokens": 63, "prefix_chunk_tokens": 128, "context_parallel_size": 2}, 2),
     ],
 )
 def test_accepted(overrides, world_size):
@@ -519,6 +520,22 @@ RULES = {
         {"schedule": "full", "prefix_grad": "frozen"},
         None,
         ["--schedule", "--prefix-grad"],
+    ),
+    "MLP blocks without chunks": (
+        {"schedule": "full", "prefix_mlp_block_tokens": 64},
+        None,
+        ["schedule full", "--prefix-mlp-block-tokens"],
+    ),
+    "MLP blocks as long as the chunk": (
+        {
+            "prefix_mlp_block_tokens": 64,
+            "prefix_chunk_tokens": 256,
+            "context_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        None,
+        ["prefix_mlp_block_tokens 64 for 64 rows", "--prefix-chunk-tokens"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},
