@@ -272,6 +272,9 @@ def _schedule_problems(config: Config) -> Iterator[str]:
 
 def _prefix_memory_problems(config: Config) -> Iterator[str]:
     """What saves memory of the prompt has to have something to save."""
+    if config.prefix.prefix_activation_bytes is not None:
+        yield from _budget_problems(config)
+        return
     block_rows = config.prefix.prefix_mlp_block_tokens
     if block_rows is not None and config.prefix.schedule == "full":
         yield _without_chunks("prefix_mlp_block_tokens", block_rows)
@@ -284,6 +287,19 @@ def _prefix_memory_problems(config: Config) -> Iterator[str]:
                 "prefix_mlp_block_tokens",
                 "prefix_chunk_tokens",
             )
+
+
+def _budget_problems(config: Config) -> Iterator[str]:
+    budget = f"prefix_activation_bytes {config.prefix.prefix_activation_bytes}"
+    if config.prefix.schedule == "full":
+        yield _without_chunks("prefix_activation_bytes", config.prefix.prefix_activation_bytes)
+    if "prefix_chunk_tokens" in config.given:
+        yield _problem(
+            f"{budget} beside prefix_chunk_tokens {config.prefix.prefix_chunk_tokens}",
+            "one of them: the bytes choose the tokens",
+            "prefix_activation_bytes",
+            "prefix_chunk_tokens",
+        )
 
 
 def _without_chunks(name: str, value: object) -> str:

@@ -171,6 +171,13 @@ class PrefixConfig:
         choices=("none", "device"),
     )
     prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
+    prefix_activation_bytes: int | None = option(
+        None,
+        "choose prefix_chunk_tokens: the largest chunk whose activations, by the plan's estimate, fit in these bytes per "
+        "rank; none: it is given",
+        minimum=1,
+        is_bytes=True,
+    )
     prefix_block_tokens: int = option(8192, "largest key-value block of one attention call, in tokens", minimum=1)
     prefix_mlp_block_tokens: int | None = option(
         None,

@@ -8,7 +8,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_longstraw.config import Config
+from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
@@ -34,8 +34,13 @@ class Policy:
         """`checkpoint`, `hf_folder`: where the weights come from, see `set_weights`.
 
         Raises:
-            ConfigError, FolderError: they do not fit the model.
+            ConfigError, FolderError: they do not fit the model; or the size of a chunk is still to be chosen.
         """
+        if config.prefix.prefix_activation_bytes is not None:
+            raise ConfigError([
+                f"got prefix_activation_bytes {config.prefix.prefix_activation_bytes} where nothing chooses a chunk by it, "
+                "need prefix_chunk_tokens; change --prefix-activation-bytes or --prefix-chunk-tokens"
+            ])  # fmt: skip
         self.config, self.layout = config, layout
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)

@@ -111,7 +111,7 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
         **prefix_bytes(config, world_size, stage),
         sampling_kv=_sampling_bytes(config, world_size),
         captures=_num_captures(config, world_size),
-        activations=_activation_bytes(config, world_size, stage),
+        activations=activation_bytes(config, world_size, stage),
     )
 
 
@@ -217,7 +217,7 @@ def _sampling_bytes(config: Config, world_size: int) -> int:
     return branches * rollout.max_response_length * _kv_elements(config) * _element_bytes(config)
 
 
-def _activation_bytes(config: Config, world_size: int, stage: int) -> int:
+def activation_bytes(config: Config, world_size: int, stage: int) -> int:
     """Of the largest micro-batch, and one chunk of the head with its gradient."""
     parallel, prefix = config.parallel, config.prefix
     tp, (chunk_rows, response_rows) = parallel.tensor_model_parallel_size, _microbatch_rows(config, world_size)

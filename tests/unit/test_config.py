@@ -396,6 +396,7 @@ def test_num_chunks_walked_back(grad, chunks):
         ({"train_batch_size": 6, "ppo_mini_batch_size": 3}, 1),
         ({"lr_warmup_iters": 3, "train_iters": 4}, 1),
         ({"schedule": "full"}, 1),
+        ({"prefix_activation_bytes": 1}, 1),
         ({"prefix_mlp_block_tokens": 63, "prefix_chunk_tokens": 128, "context_parallel_size": 2}, 2),
     ],
 )
@@ -536,6 +537,16 @@ RULES = {
         },
         None,
         ["prefix_mlp_block_tokens 64 for 64 rows", "--prefix-chunk-tokens"],
+    ),
+    "bytes to choose a chunk by without chunks": (
+        {"schedule": "full", "prefix_activation_bytes": 2**30},
+        None,
+        ["schedule full", "--prefix-activation-bytes"],
+    ),
+    "a chunk beside bytes to choose it by": (
+        {"prefix_chunk_tokens": 2048, "prefix_activation_bytes": 2**30},
+        None,
+        ["1073741824 beside prefix_chunk_tokens 2048", "--prefix-chunk-tokens"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},
