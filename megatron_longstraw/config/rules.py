@@ -271,7 +271,9 @@ def _schedule_problems(config: Config) -> Iterator[str]:
 
 
 def _prefix_memory_problems(config: Config) -> Iterator[str]:
-    """What saves memory of the prompt has to have something to save."""
+    """What saves memory or time of the prompt has to have something to save."""
+    if config.prefix.prefix_graph_bytes:
+        yield from _graph_problems(config)
     if config.prefix.prefix_activation_bytes is not None:
         yield from _budget_problems(config)
         return
@@ -287,6 +289,22 @@ def _prefix_memory_problems(config: Config) -> Iterator[str]:
                 "prefix_mlp_block_tokens",
                 "prefix_chunk_tokens",
             )
+
+
+def _graph_problems(config: Config) -> Iterator[str]:
+    prefix, parallel = config.prefix, config.parallel
+    graphs = f"prefix_graph_bytes {prefix.prefix_graph_bytes}"
+    if prefix.schedule == "full":
+        yield _without_chunks("prefix_graph_bytes", prefix.prefix_graph_bytes)
+    if prefix.prefix_grad == "frozen":
+        yield _problem(f"{graphs} with prefix_grad frozen", "a walk back to keep them for", "prefix_graph_bytes", "prefix_grad")
+    reasons = {
+        "pipeline_model_parallel_size": "1: a stage's backward needs the input that its forward received, in one call",
+        "expert_model_parallel_size": "1: ranks meet in each other's forwards, and one without a forward would be missed",
+    }
+    for name, reason in reasons.items():
+        if getattr(parallel, name) > 1:
+            yield _problem(f"{graphs} with {name} {getattr(parallel, name)}", reason, "prefix_graph_bytes", name)
 
 
 def _budget_problems(config: Config) -> Iterator[str]:

@@ -192,6 +192,13 @@ class PrefixConfig:
         minimum=0,
         is_bytes=True,
     )
+    prefix_graph_bytes: int = option(
+        0,
+        "bytes per rank for autograd graphs of a prompt's last chunks, kept from capture to the walk back, which then "
+        "does not run them again; 0: none",
+        minimum=0,
+        is_bytes=True,
+    )
     log_probs_chunk_size: int = option(1024, "rows through the LM head at once", minimum=1)
 
     def resolve(self) -> PrefixConfig:

@@ -6,6 +6,8 @@
     replay           branches       any         on        the same; dK, dV of the prefix go to the store
     prefix_backward  chunks         DESCENDING  on        earlier chunks + causal inside; own K, V seeded
 
+Chunks whose graph is kept (`--prefix-graph-bytes`) run under autograd in capture and forward nowhere else.
+
 Descending order is what makes the seeds complete: by the time a chunk runs backward, all branches and all later
 chunks have added their share.
 """
@@ -57,6 +59,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         block_tokens=prefix.prefix_block_tokens,
         keep_attention=prefix.prefix_out_tier == "device",
     )
+    store.graphs = policy.chunk_graphs(range(store.first_chunk_walked_back, plan.num_chunks))
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
     with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):
         run_call(policy, items, grad=False, head=False)
@@ -104,7 +107,8 @@ def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatc
     store.check_version(policy.weights_version)
     walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
     items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
-    num_tokens = sum(store.plan.chunks[index].num_tokens for index in walked_back)
+    again = [index for index in walked_back if store.graphs is None or not store.graphs.keeps(index)]
+    num_tokens = sum(store.plan.chunks[index].num_tokens for index in again)
     with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
         run_call(policy, items, grad=True, head=False)
 
@@ -138,7 +142,7 @@ def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: i
         chunk_index=index,
         **facts,
     )
-    return CallItem(_params(mb), local_rows(ids, rows, policy.layout.device))
+    return CallItem(_params(mb), local_rows(ids, rows, policy.layout.device), graphs=store.graphs)
 
 
 def _params(mb: MicroBatch) -> BranchParams:

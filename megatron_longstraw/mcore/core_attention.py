@@ -61,7 +61,8 @@ class BranchCoreAttention(MegatronModule):
         out, lse = BranchAttention.apply(query, key, value, mb, state, self.scale, self.cp_group, known)
         if mb.appends:
             _append(state, key, value, mb)
-            if mb.store.keeps_attention_of(mb.chunk_index):
+            # Under autograd the graph keeps it.
+            if mb.store.keeps_attention_of(mb.chunk_index) and not torch.is_grad_enabled():
                 state.keep_attention(mb.chunk_index, out.detach(), lse)
         elif mb.grad and mb.store is not None and known is None and not torch.is_grad_enabled():
             # The grad-off forward of activation recompute: the recompute on the same input takes it from here.

@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
@@ -17,6 +18,7 @@ from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.mcore.weights import set_weights
 from megatron_longstraw.metering import Meter
+from megatron_longstraw.prefix.graphs import ChunkGraphs, GraphBudget
 from megatron_longstraw.prefix.store import StaleStoreError
 from megatron_longstraw.watchdog import Watchdog
 
@@ -61,6 +63,7 @@ class Policy:
         self.meter = Meter()
         self.watchdog: Watchdog | None = None
         """Told of every micro-batch, if there is one."""
+        self._graph_budget = GraphBudget(config.prefix.prefix_graph_bytes)
         self._steps = 0
         self._checksum = self.checksum()
 
@@ -121,6 +124,19 @@ class Policy:
         finally:
             for chunk, flag in zip(self.chunks, flags):
                 chunk.post_process = flag
+
+    def chunk_graphs(self, walked_back: range) -> ChunkGraphs | None:
+        """Where a capture keeps graphs of its last chunks; None: nowhere."""
+        if not self._graph_budget.limit_bytes or not walked_back:
+            return None
+        storages = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
+
+        def least(number: int) -> int:
+            value = torch.tensor(number, device=self.layout.device)
+            dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.layout.cell)
+            return int(value)
+
+        return ChunkGraphs(walked_back, self._graph_budget, storages, least)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from megatron_longstraw.context_parallel.layout import slice_sequence
 from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.metering import Amount
+from megatron_longstraw.prefix.graphs import ChunkGraphs
 from megatron_longstraw.prefix.microbatch import MicroBatch
 
 
@@ -30,6 +31,8 @@ class CallItem:
     """float32 [b, rows of the head]: dL/dlogp, normalised; None where no gradient is wanted."""
     head_rows: slice | None = None
     """Local rows whose labels are scored; None: all of them."""
+    graphs: ChunkGraphs | None = None
+    """Of a prompt chunk whose graph may be kept between two calls."""
 
 
 OutputFn = Callable[[CallItem, Tensor], dict]
@@ -90,7 +93,8 @@ def _forward_step(policy: Policy, grad: bool, output: OutputFn | None, iterator,
     item = next(iterator)
     if policy.watchdog is not None:
         policy.watchdog.alive()
-    hidden = model(item.token_ids, None, None, packed_seq_params=item.params)
+    run = partial(model, item.token_ids, None, None, packed_seq_params=item.params)
+    hidden = run() if item.graphs is None else item.graphs.forward(item.params.micro_batch, run)
     return hidden, partial(_loss, policy, grad, output, item)
 
 

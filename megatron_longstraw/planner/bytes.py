@@ -72,7 +72,7 @@ def _layer(model: ModelConfig, tp: int = 1, ep: int = 1) -> Parameters:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank. All but `activations` are exact."""
+    """Bytes of one rank. All but `activations` and `prefix_graphs` are exact."""
 
     weights: int
     gradients: int
@@ -83,6 +83,8 @@ class RankBytes:
     """K, V of the prompts of one capture."""
     prefix_attention: int
     """(out, lse) of one capture's chunks that are walked back, kept from capture to the walk."""
+    prefix_graphs: int
+    """Autograd graphs of the last chunks of all captures: at most these."""
     prefix_grad: int
     """float32 dK, dV of one capture's tokens that are walked back."""
     sampling_kv: int
@@ -96,7 +98,7 @@ class RankBytes:
     def total(self) -> int:
         """The most held at once: sampling ends before dK, dV and activations appear."""
         stored = self.weights + self.gradients + self.optimizer
-        held = self.captures * (self.prefix_kv + self.prefix_attention)
+        held = self.captures * (self.prefix_kv + self.prefix_attention) + self.prefix_graphs
         return stored + held + max(self.sampling_kv, self.prefix_grad + self.activations)
 
 
@@ -109,6 +111,7 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
         gradients=parameters.total * FLOAT32,
         optimizer=_optimizer_bytes(config, world_size, parameters),
         **prefix_bytes(config, world_size, stage),
+        prefix_graphs=config.prefix.prefix_graph_bytes,
         sampling_kv=_sampling_bytes(config, world_size),
         captures=_num_captures(config, world_size),
         activations=activation_bytes(config, world_size, stage),

@@ -94,6 +94,8 @@ def _items(config: Config, most: RankBytes):
     times = f", {most.captures} captures held at once" if most.captures > 1 else ""
     yield "K, V", most.captures * most.prefix_kv, f"of prompts{times}"
     yield "out, lse", most.captures * most.prefix_attention, f"of prompts, kept for the walk back{times}"
+    if most.prefix_graphs:
+        yield "graphs", most.prefix_graphs, "of prompts' last chunks, at most"
     yield "dK, dV", most.prefix_grad, "of prompts"
     yield "sampling", most.sampling_kv, "K, V of responses; freed before dK, dV appear"
     yield "activations", most.activations, "estimate"

@@ -397,6 +397,7 @@ def test_num_chunks_walked_back(grad, chunks):
         ({"lr_warmup_iters": 3, "train_iters": 4}, 1),
         ({"schedule": "full"}, 1),
         ({"prefix_activation_bytes": 1}, 1),
+        ({"prefix_graph_bytes": 1, "context_parallel_size": 2, "num_experts": 2}, 2),
         ({"prefix_mlp_block_tokens": 63, "prefix_chunk_tokens": 128, "context_parallel_size": 2}, 2),
     ],
 )
@@ -547,6 +548,18 @@ RULES = {
         {"prefix_chunk_tokens": 2048, "prefix_activation_bytes": 2**30},
         None,
         ["1073741824 beside prefix_chunk_tokens 2048", "--prefix-chunk-tokens"],
+    ),
+    "graphs without chunks": ({"schedule": "full", "prefix_graph_bytes": 1}, None, ["schedule full", "--prefix-graph-bytes"]),
+    "graphs nobody walks": ({"prefix_grad": "frozen", "prefix_graph_bytes": 1}, None, ["--prefix-grad", "walk back"]),
+    "graphs over a pipeline": (
+        {"pipeline_model_parallel_size": 2, "prefix_graph_bytes": 1},
+        None,
+        ["prefix_graph_bytes 1 with pipeline_model_parallel_size 2"],
+    ),
+    "graphs under expert parallelism": (
+        {"num_experts": 2, "expert_model_parallel_size": 2, "prefix_graph_bytes": 1},
+        None,
+        ["prefix_graph_bytes 1 with expert_model_parallel_size 2"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},
