@@ -24,6 +24,7 @@ from megatron_longstraw.mcore.packing import (
     PromptBatch,
     branch_ids,
     chunk_plan,
+    local_columns,
     local_rows,
     pack_branches,
     pack_values,
@@ -133,7 +134,7 @@ def full_sequences(policy: Policy, batch: PromptBatch | None, weights: Table | N
 
 def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: int, **facts) -> CallItem:
     rows = store.plan.chunks[index]
-    ids = batch.prefix_ids()[:, rows.start : rows.start + rows.num_tokens]
+    ids = batch.prefix_ids(rows.start, rows.start + rows.num_tokens)
     mb = MicroBatch(
         rows=rows,
         num_prompts=batch.num_prompts,
@@ -142,7 +143,7 @@ def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: i
         chunk_index=index,
         **facts,
     )
-    return CallItem(_params(mb), local_rows(ids, rows, policy.layout.device), graphs=store.graphs)
+    return CallItem(_params(mb), local_columns(ids, rows), graphs=store.graphs)
 
 
 def _params(mb: MicroBatch) -> BranchParams:
@@ -174,9 +175,9 @@ def _branch_item(policy: Policy, store: PrefixStore, batch: PromptBatch, pack: B
         head=True,
     )
     device = policy.layout.device
-    inputs, labels = (local_rows(ids, rows, device) for ids in branch_ids(batch, pack))
+    inputs, labels = branch_ids(batch, pack)
     local_weights = None if weights is None else local_rows(pack_values(pack, weights), rows, device)
-    return CallItem(_params(mb), inputs, labels, local_weights)
+    return CallItem(_params(mb), local_columns(inputs, rows), local_rows(labels, rows, device), local_weights)
 
 
 def _branch_table(policy, batch, packs: list[BranchPack], items: list[CallItem], outputs: list[dict], name: str, width=()) -> Table:
@@ -227,7 +228,7 @@ def _full_item(policy: Policy, batch: PromptBatch, place: tuple[int, int], weigh
     mb = MicroBatch(rows=rows, grad=weights is not None, head=True)
     return CallItem(
         _params(mb),
-        local_rows(ids, rows, device),
+        local_columns(ids, rows),
         scored(response),
         None if weights is None else scored(weights[place]),
         head,

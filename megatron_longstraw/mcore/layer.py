@@ -9,6 +9,7 @@ from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_e
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import _yarn_get_concentration_factor_from_config
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
+from torch.nn.functional import pad
 
 from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.prefix.microbatch import MicroBatch
@@ -23,7 +24,7 @@ class BranchLayer(TransformerLayer):
     Args:
         mlp_block_rows: rows of a chunk that go through the MLP and its norm at once, so that nothing as wide as the MLP
             is as long as the chunk; backward runs each block again. None: all.
-        least_mlp_blocks: into how many blocks shorter micro-batches are cut too (some empty), where ranks meet in the MLP.
+        least_mlp_blocks: into how many blocks shorter micro-batches are cut too, where ranks meet in the MLP.
     """
 
     def __init__(self, *args, mlp_block_rows: int | None = None, least_mlp_blocks: int = 1, **options):
@@ -40,11 +41,15 @@ class BranchLayer(TransformerLayer):
         return self._mlp_in_blocks(hidden_states), context
 
     def _mlp_in_blocks(self, hidden_states: Tensor) -> Tensor:
-        mlp, rows = self._forward_mlp, self.mlp_block_rows or len(hidden_states)
+        mlp, num_rows = self._forward_mlp, len(hidden_states)
         if self.mlp_block_rows is not None and torch.is_grad_enabled():
             mlp = partial(tensor_parallel.checkpoint, self._forward_mlp, False)
-        blocks = max(-(-len(hidden_states) // rows), self.least_mlp_blocks)
-        return mlp(hidden_states) if blocks == 1 else torch.cat([mlp(block) for block in hidden_states.tensor_split(blocks)])
+        num_blocks = max(-(-num_rows // (self.mlp_block_rows or num_rows)), self.least_mlp_blocks)
+        if num_blocks == 1:
+            return mlp(hidden_states)
+        if num_rows < num_blocks:  # experts take no empty block
+            hidden_states = pad(hidden_states, (0, 0, 0, 0, 0, num_blocks - num_rows))
+        return torch.cat([mlp(block) for block in hidden_states.tensor_split(num_blocks)])[:num_rows]
 
     def _keys_and_values(self, hidden_states: Tensor, rotary_pos_emb: Tensor, mb: MicroBatch) -> Tensor:
         """Zeros like the hidden states [s, b, h], whose backward starts from what was sent to these rows' K, V."""

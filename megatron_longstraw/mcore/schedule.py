@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,8 +24,8 @@ class CallItem:
     """One micro-batch of a call, this cp rank's slice of it."""
 
     params: BranchParams
-    token_ids: Tensor
-    """int64 [b, s]"""
+    token_ids: np.ndarray
+    """int64 [b, s], on the host: those of all chunks together would take device memory that grows with the prompt."""
     labels: Tensor | None = None
     """int64 [b, rows of the head]"""
     weights: Tensor | None = None
@@ -93,7 +94,8 @@ def _forward_step(policy: Policy, grad: bool, output: OutputFn | None, iterator,
     item = next(iterator)
     if policy.watchdog is not None:
         policy.watchdog.alive()
-    run = partial(model, item.token_ids, None, None, packed_seq_params=item.params)
+    token_ids = torch.tensor(item.token_ids, device=policy.layout.device)
+    run = partial(model, token_ids, None, None, packed_seq_params=item.params)
     hidden = run() if item.graphs is None else item.graphs.forward(item.params.micro_batch, run)
     return hidden, partial(_loss, policy, grad, output, item)
 
@@ -144,6 +146,6 @@ def _dummies(policy: Policy, num_items: int, grad: bool, head: bool) -> list[Cal
 def _dummy(policy: Policy, grad: bool, head: bool) -> CallItem:
     layout = policy.layout
     rows = slice_sequence(0, 1, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=layout.row_multiple)
-    token_ids = torch.zeros((1, rows.local_tokens), dtype=torch.int64, device=layout.device)
+    token_ids = np.zeros((1, rows.local_tokens), dtype=np.int64)
     mb = MicroBatch(rows, grad=grad, head=head)
     return CallItem(BranchParams(micro_batch=mb, rotary_offset=rows.local_start, rotary_rows=rows.local_tokens), token_ids)
