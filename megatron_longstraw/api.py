@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Iterator
 
 import torch
+import torch.distributed as dist
 
 from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
@@ -19,6 +20,7 @@ from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
+from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.types import PromptGroup
 
 
@@ -34,7 +36,9 @@ class BranchReplay:
         folder = open_folder(config)
         config = with_model_of(config, folder).resolve()
         check_window(config, folder)
-        self.policy = Policy(config, parallel.initialize(config), folder)
+        layout = parallel.initialize(config)
+        config = with_chunk_tokens(config, dist.get_world_size())
+        self.policy = Policy(config, layout, folder)
         algorithm = config.algorithm
         self.objective = PolicyObjective(algorithm.clip_ratio_low, algorithm.clip_ratio_high, algorithm.loss_agg_mode)
 

@@ -16,6 +16,7 @@ from typing import Mapping, Sequence
 
 from megatron_longstraw import slurm
 from megatron_longstraw.config import Config, ConfigError, check, parse_args
+from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.planner.plan import plan
 from megatron_longstraw.user_errors import report
 
@@ -116,7 +117,7 @@ def _ranks_here(options: argparse.Namespace) -> int:
 
 
 def _checked(config: Config, world_size: int) -> Config:
-    """The resolved configuration with the model of --hf-checkpoint in it."""
+    """The resolved configuration with the model of --hf-checkpoint, and chunks that fit, in it."""
     if config.checkpoint.hf_checkpoint is not None:
         from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
 
@@ -124,7 +125,7 @@ def _checked(config: Config, world_size: int) -> Config:
         config = with_model_of(config, folder)
         check_window(config, folder)
     check(config, world_size)
-    return config.resolve()
+    return with_chunk_tokens(config.resolve(), world_size)
 
 
 def check_prompts(config: Config) -> None:

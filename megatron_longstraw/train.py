@@ -29,6 +29,7 @@ from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.training_state import CheckpointError, Progress, TrainingState, find_start
 from megatron_longstraw.metering import Meter
 from megatron_longstraw.objectives.metrics import MetricSums
+from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.rewards.loading import RewardError, load_function
 from megatron_longstraw.rollout.files import RolloutSaver
 from megatron_longstraw.rollout.in_progress import FinishedGroups
@@ -213,6 +214,7 @@ def run(config: Config) -> RunSummary:
     load_function(config.reward.reward_function)
     make_task = task_maker(config)
     layout = parallel.initialize(config)
+    config = with_chunk_tokens(config, dist.get_world_size())
     task = None if make_task is None else make_task(config)
     config = with_stop_ids(config, task)
     source = training_source(config, task)

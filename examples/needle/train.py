@@ -27,6 +27,7 @@ from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.mcore.training_state import TrainingState, find_start
+from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.run_log import RunLog
 from megatron_longstraw.sources import training_source
 from megatron_longstraw.train import exit_status, print_summary, train
@@ -66,6 +67,7 @@ def main() -> None:
     config, args = parse_args(extra=parser)
     config = config.resolve()
     layout = parallel.initialize(config)
+    config = with_chunk_tokens(config, dist.get_world_size())
     source = training_source(config, task(config))
     start = find_start(config.checkpoint)
     policy = Policy(config, layout, checkpoint=start.checkpoint)

@@ -30,6 +30,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _moe_problems(model, parallel)
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
+    problems += _prefix_memory_problems(resolved)
     problems += _size_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
@@ -269,6 +270,60 @@ def _schedule_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _prefix_memory_problems(config: Config) -> Iterator[str]:
+    """What saves memory or time of the prompt has to have something to save."""
+    if config.prefix.prefix_graph_bytes:
+        yield from _graph_problems(config)
+    if config.prefix.prefix_activation_bytes is not None:
+        yield from _budget_problems(config)
+        return
+    block_rows = config.prefix.prefix_mlp_block_tokens
+    if block_rows is not None and config.prefix.schedule == "full":
+        yield _without_chunks("prefix_mlp_block_tokens", block_rows)
+    elif block_rows is not None and min(_axes(config.parallel)) >= 1:
+        rows = config.rows_of_rank(config.prefix.prefix_chunk_tokens)
+        if block_rows >= rows:
+            yield _problem(
+                f"prefix_mlp_block_tokens {block_rows} for {rows} rows of a chunk on a rank",
+                "fewer than the chunk has, or there is nothing to cut",
+                "prefix_mlp_block_tokens",
+                "prefix_chunk_tokens",
+            )
+
+
+def _graph_problems(config: Config) -> Iterator[str]:
+    prefix, parallel = config.prefix, config.parallel
+    graphs = f"prefix_graph_bytes {prefix.prefix_graph_bytes}"
+    if prefix.schedule == "full":
+        yield _without_chunks("prefix_graph_bytes", prefix.prefix_graph_bytes)
+    if prefix.prefix_grad == "frozen":
+        yield _problem(f"{graphs} with prefix_grad frozen", "a walk back to keep them for", "prefix_graph_bytes", "prefix_grad")
+    reasons = {
+        "pipeline_model_parallel_size": "1: a stage's backward needs the input that its forward received, in one call",
+        "expert_model_parallel_size": "1: ranks meet in each other's forwards, and one without a forward would be missed",
+    }
+    for name, reason in reasons.items():
+        if getattr(parallel, name) > 1:
+            yield _problem(f"{graphs} with {name} {getattr(parallel, name)}", reason, "prefix_graph_bytes", name)
+
+
+def _budget_problems(config: Config) -> Iterator[str]:
+    budget = f"prefix_activation_bytes {config.prefix.prefix_activation_bytes}"
+    if config.prefix.schedule == "full":
+        yield _without_chunks("prefix_activation_bytes", config.prefix.prefix_activation_bytes)
+    if "prefix_chunk_tokens" in config.given:
+        yield _problem(
+            f"{budget} beside prefix_chunk_tokens {config.prefix.prefix_chunk_tokens}",
+            "one of them: the bytes choose the tokens",
+            "prefix_activation_bytes",
+            "prefix_chunk_tokens",
+        )
+
+
+def _without_chunks(name: str, value: object) -> str:
+    return _problem(f"{name} {value} with schedule full", "branch: whole sequences have no prompt chunks", "schedule", name)
+
+
 def _size_problems(config: Config) -> Iterator[str]:
     """Kernels that count elements of a tensor in 32 bits wrap around, some of them to a result that looks right."""
     tp = config.parallel.tensor_model_parallel_size
@@ -332,14 +387,20 @@ def _logging_problems(config: Config) -> Iterator[str]:
             yield _problem(f"{name} {value} without wandb_project", "the project it belongs to", "wandb_project", name)
 
 
+_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def _axes(parallel: ParallelConfig) -> tuple[int, int, int]:
+    return tuple(getattr(parallel, axis) for axis in _AXES)
+
+
 def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    tp, pp, cp = (getattr(parallel, axis) for axis in axes)
+    tp, pp, cp = _axes(parallel)
     if world_size < 1 or not _divides(tp * pp * cp, world_size):
         yield _problem(
             f"tensor {tp} * pipeline {pp} * context {cp} = {tp * pp * cp} for a world of {world_size} ranks",
             "a product that divides the world size (the quotient is the data parallel size)",
-            *axes,
+            *_AXES,
         )
     elif not _divides(parallel.expert_model_parallel_size, world_size // max(1, pp)):
         # Whole experts are spread over all ranks of a pipeline stage, whatever those do in attention.

@@ -171,12 +171,31 @@ class PrefixConfig:
         choices=("none", "device"),
     )
     prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
+    prefix_activation_bytes: int | None = option(
+        None,
+        "choose prefix_chunk_tokens: the largest chunk whose activations, by the plan's estimate, fit in these bytes per "
+        "rank; none: it is given",
+        minimum=1,
+        is_bytes=True,
+    )
     prefix_block_tokens: int = option(8192, "largest key-value block of one attention call, in tokens", minimum=1)
+    prefix_mlp_block_tokens: int | None = option(
+        None,
+        "rows of a prompt chunk on one rank that go through a layer's MLP at once, and again in the walk back; none: all",
+        minimum=1,
+    )
     branches_per_microbatch: int = option(8, "responses replayed at once, per prompt", minimum=1)
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(
         None,
         "bytes per rank for prefix states kept from rollout to update; none: keep all, 0: always capture again",
+        minimum=0,
+        is_bytes=True,
+    )
+    prefix_graph_bytes: int = option(
+        0,
+        "bytes per rank for autograd graphs of a prompt's last chunks, kept from capture to the walk back, which then "
+        "does not run them again; 0: none",
         minimum=0,
         is_bytes=True,
     )
@@ -394,6 +413,12 @@ class Config:
             prefix=self.prefix.resolve(),
             algorithm=self.algorithm.resolve(),
         )
+
+    def rows_of_rank(self, num_tokens: int) -> int:
+        """Rows of one rank outside the matmuls for a sequence of that many tokens, pads included."""
+        parallel = self.parallel
+        tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+        return -(-num_tokens // (parallel.context_parallel_size * tp))
 
 
 def _default(value, otherwise):

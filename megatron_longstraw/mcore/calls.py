@@ -6,6 +6,8 @@
     replay           branches       any         on        the same; dK, dV of the prefix go to the store
     prefix_backward  chunks         DESCENDING  on        earlier chunks + causal inside; own K, V seeded
 
+Chunks whose graph is kept (`--prefix-graph-bytes`) run under autograd in capture and forward nowhere else.
+
 Descending order is what makes the seeds complete: by the time a chunk runs backward, all branches and all later
 chunks have added their share.
 """
@@ -22,6 +24,7 @@ from megatron_longstraw.mcore.packing import (
     PromptBatch,
     branch_ids,
     chunk_plan,
+    local_columns,
     local_rows,
     pack_branches,
     pack_values,
@@ -45,7 +48,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         walk_back: the store may serve an update; False keeps nothing for a prefix backward (sampling, scoring).
     """
     if batch is None:
-        run_call(policy, [], grad=False)
+        run_call(policy, [], grad=False, head=False)
         return None
     store = open_store(policy, batch, walk_back=walk_back)
     capture_chunks(policy, store, batch, range(store.plan.num_chunks))
@@ -56,7 +59,7 @@ def open_store(policy: Policy, batch: PromptBatch, *, walk_back: bool = True) ->
     """The store of a capture that has not begun; see `capture`."""
     prefix = policy.config.prefix
     plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
-    return PrefixStore(
+    store = PrefixStore(
         num_prompts=batch.num_prompts,
         plan=plan,
         num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks) if walk_back else 0,
@@ -64,6 +67,8 @@ def open_store(policy: Policy, batch: PromptBatch, *, walk_back: bool = True) ->
         block_tokens=prefix.prefix_block_tokens,
         keep_attention=prefix.prefix_out_tier == "device",
     )
+    store.graphs = policy.chunk_graphs(range(store.first_chunk_walked_back, plan.num_chunks))
+    return store
 
 
 def capture_chunks(policy: Policy, store: PrefixStore, batch: PromptBatch, chunks: range) -> None:
@@ -71,7 +76,7 @@ def capture_chunks(policy: Policy, store: PrefixStore, batch: PromptBatch, chunk
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in chunks]
     num_tokens = sum(store.plan.chunks[index].num_tokens for index in chunks)
     with policy.meter.measure("capture", batch.num_prompts * num_tokens):
-        run_call(policy, items, grad=False)
+        run_call(policy, items, grad=False, head=False)
 
 
 def score(policy: Policy, store: PrefixStore | None, batch: PromptBatch | None) -> tuple[Table, Table]:
@@ -110,14 +115,15 @@ def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatc
     if policy.config.prefix.prefix_grad == "frozen":
         return
     if batch is None:
-        run_call(policy, [], grad=True)
+        run_call(policy, [], grad=True, head=False)
         return
     store.check_version(policy.weights_version)
     walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
     items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
-    num_tokens = sum(store.plan.chunks[index].num_tokens for index in walked_back)
+    again = [index for index in walked_back if store.graphs is None or not store.graphs.keeps(index)]
+    num_tokens = sum(store.plan.chunks[index].num_tokens for index in again)
     with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
-        run_call(policy, items, grad=True)
+        run_call(policy, items, grad=True, head=False)
 
 
 def full_sequences(policy: Policy, batch: PromptBatch | None, weights: Table | None) -> tuple[Table, Table]:
@@ -140,7 +146,7 @@ def full_sequences(policy: Policy, batch: PromptBatch | None, weights: Table | N
 
 def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: int, **facts) -> CallItem:
     rows = store.plan.chunks[index]
-    ids = batch.prefix_ids()[:, rows.start : rows.start + rows.num_tokens]
+    ids = batch.prefix_ids(rows.start, rows.start + rows.num_tokens)
     mb = MicroBatch(
         rows=rows,
         num_prompts=batch.num_prompts,
@@ -149,7 +155,7 @@ def _chunk_item(policy: Policy, store: PrefixStore, batch: PromptBatch, index: i
         chunk_index=index,
         **facts,
     )
-    return CallItem(_params(mb), local_rows(ids, rows, policy.layout.device))
+    return CallItem(_params(mb), local_columns(ids, rows), graphs=store.graphs)
 
 
 def _params(mb: MicroBatch) -> BranchParams:
@@ -181,9 +187,9 @@ def _branch_item(policy: Policy, store: PrefixStore, batch: PromptBatch, pack: B
         head=True,
     )
     device = policy.layout.device
-    inputs, labels = (local_rows(ids, rows, device) for ids in branch_ids(batch, pack))
+    inputs, labels = branch_ids(batch, pack)
     local_weights = None if weights is None else local_rows(pack_values(pack, weights), rows, device)
-    return CallItem(_params(mb), inputs, labels, local_weights)
+    return CallItem(_params(mb), local_columns(inputs, rows), local_rows(labels, rows, device), local_weights)
 
 
 def _branch_table(policy, batch, packs: list[BranchPack], items: list[CallItem], outputs: list[dict], name: str, width=()) -> Table:
@@ -234,7 +240,7 @@ def _full_item(policy: Policy, batch: PromptBatch, place: tuple[int, int], weigh
     mb = MicroBatch(rows=rows, grad=weights is not None, head=True)
     return CallItem(
         _params(mb),
-        local_rows(ids, rows, device),
+        local_columns(ids, rows),
         scored(response),
         None if weights is None else scored(weights[place]),
         head,

@@ -8,7 +8,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from megatron_longstraw.mcore.packed import BranchParams
-from megatron_longstraw.prefix.attention import BranchAttention
+from megatron_longstraw.prefix.attention import BranchAttention, SeedOnly
 from megatron_longstraw.prefix.decode import decode_attention
 from megatron_longstraw.prefix.microbatch import MicroBatch
 from megatron_longstraw.prefix.state import TokenState
@@ -60,18 +60,31 @@ class BranchCoreAttention(MegatronModule):
         known = self._known(mb, state)
         out, lse = BranchAttention.apply(query, key, value, mb, state, self.scale, self.cp_group, known)
         if mb.appends:
-            valid = mb.valid_local_tokens
-            if valid:
-                state.append(mb.visible_tokens, key[:valid].detach(), value[:valid].detach())
-            if mb.store.keeps_attention_of(mb.chunk_index):
+            _append(state, key, value, mb)
+            # Under autograd the graph keeps it.
+            if mb.store.keeps_attention_of(mb.chunk_index) and not torch.is_grad_enabled():
                 state.keep_attention(mb.chunk_index, out.detach(), lse)
         elif mb.grad and mb.store is not None and known is None and not torch.is_grad_enabled():
             # The grad-off forward of activation recompute: the recompute on the same input takes it from here.
             mb.recomputed[self.layer_number] = (out, lse)
         return out
 
+    def store_only(self, key: Tensor, value: Tensor, mb: MicroBatch, shape: torch.Size) -> Tensor:
+        """Take k, v [s, b, ng, hn] of a prompt chunk whose attention nobody reads: zeros of `shape`, through which
+        backward gives k and v what their readers sent to the store."""
+        state = mb.store.layer(self.layer_number) if mb.store is not None else None
+        if mb.appends:
+            _append(state, key, value, mb)
+        return SeedOnly.apply(key, value, mb, state, shape)
+
     def _known(self, mb: MicroBatch, state: TokenState | None) -> tuple[Tensor, Tensor] | None:
         """Attention of these very rows from an earlier forward, so that it never runs twice on one input."""
         if mb.seeded and (kept := state.kept_attention(mb.chunk_index)) is not None:
             return kept
         return mb.recomputed.pop(self.layer_number, None) if torch.is_grad_enabled() else None
+
+
+def _append(state: TokenState, key: Tensor, value: Tensor, mb: MicroBatch) -> None:
+    valid = mb.valid_local_tokens
+    if valid:
+        state.append(mb.visible_tokens, key[:valid].detach(), value[:valid].detach())

@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron_longstraw.config import Config, ConfigError, ModelConfig
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.core_attention import BranchCoreAttention
+from megatron_longstraw.mcore.layer import BranchLayer
 from megatron_longstraw.mcore.normalization import TorchRMSNorm
 from megatron_longstraw.mcore.parallel import expert_tensor_parallel_size
 from megatron_longstraw.mcore.rotary import OffsetRotary, llama3_inv_freq
@@ -134,8 +135,9 @@ def transformer_config(config: Config) -> TransformerConfig:
     return result
 
 
-def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """One decoder layer with our core attention (and, without Transformer Engine, our norm)."""
+def layer_spec(config: Config) -> ModuleSpec:
+    """One decoder layer of our own with our core attention (and, without Transformer Engine, our norm)."""
+    model = config.model
     options = dict(num_experts=model.num_experts, moe_grouped_gemm=False, qk_layernorm=model.qk_layernorm)
     if uses_transformer_engine(model):
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
@@ -146,35 +148,46 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
         if model.qk_layernorm:
             attention = spec.submodules.self_attention.submodules
             attention.q_layernorm = attention.k_layernorm = TorchRMSNorm
+    spec.module, spec.params = BranchLayer, _mlp_blocks(config)
     spec.submodules.self_attention.submodules.core_attention = BranchCoreAttention
     return spec
 
 
-def _block_spec(model: ModelConfig, config: TransformerConfig, vp_stage: int | None):
-    spec = layer_spec(model)
-    if uses_transformer_engine(model):
+def _mlp_blocks(config: Config) -> dict[str, int]:
+    """What a layer is told about blocks of its MLP. Expert-parallel ranks meet in every block, so all run as many as
+    their longest chunk has."""
+    rows = config.prefix.prefix_mlp_block_tokens
+    if rows is None:
+        return {}
+    meet = config.parallel.expert_model_parallel_size > 1
+    most = -(-config.rows_of_rank(config.prefix.prefix_chunk_tokens) // rows)
+    return {"mlp_block_rows": rows, "least_mlp_blocks": most if meet else 1}
+
+
+def _block_spec(config: Config, megatron_config: TransformerConfig, vp_stage: int | None):
+    spec = layer_spec(config)
+    if uses_transformer_engine(config.model):
         return spec
     # The block's own final norm comes with the submodules, else the stock one is used (transformer_block.py:258).
-    num_layers = get_num_layers_to_build(config, vp_stage)
+    num_layers = get_num_layers_to_build(megatron_config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[spec] * num_layers, layer_norm=TorchRMSNorm)
 
 
 def build_model_chunks(config: Config) -> list[GPTModel]:
     """This rank's model chunks (one, or one per virtual pipeline stage), unwrapped, with Megatron's random weights."""
-    model, parallel = config.model, config.parallel
-    megatron_config = transformer_config(config)
-    stages = [None]
-    if parallel.num_virtual_stages_per_pipeline_rank is not None:
-        stages = list(range(parallel.num_virtual_stages_per_pipeline_rank))
+    megatron_config, stages = transformer_config(config), [None]
+    if config.parallel.num_virtual_stages_per_pipeline_rank is not None:
+        stages = list(range(config.parallel.num_virtual_stages_per_pipeline_rank))
     with cpu_runtime.tensor_scope():
-        return [_build_chunk(model, megatron_config, parallel.tensor_model_parallel_size, stage) for stage in stages]
+        return [_build_chunk(config, megatron_config, stage) for stage in stages]
 
 
-def _build_chunk(model: ModelConfig, config: TransformerConfig, tp_size: int, vp_stage: int | None) -> GPTModel:
+def _build_chunk(config: Config, megatron_config: TransformerConfig, vp_stage: int | None) -> GPTModel:
+    model = config.model
     chunk = GPTModel(
-        config,
-        _block_spec(model, config, vp_stage),
-        model.padded_vocab_size(tp_size),
+        megatron_config,
+        _block_spec(config, megatron_config, vp_stage),
+        model.padded_vocab_size(config.parallel.tensor_model_parallel_size),
         model.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=vp_stage is None, vp_stage=vp_stage),

@@ -30,9 +30,9 @@ class PromptBatch:
     def num_prefix_tokens(self) -> int:
         return self.groups[0].num_prefix_tokens
 
-    def prefix_ids(self) -> np.ndarray:
-        """int64 [B, P - 1]"""
-        return np.stack([group.prompt_ids[:-1] for group in self.groups])
+    def prefix_ids(self, begin: int = 0, end: int | None = None) -> np.ndarray:
+        """int64 [B, P - 1], or of it the tokens from `begin` to before `end`."""
+        return np.stack([group.prompt_ids[:-1][begin:end] for group in self.groups])
 
     def boundary_ids(self) -> np.ndarray:
         """int64 [B]: the last prompt tokens, each branch's first input."""
@@ -115,10 +115,14 @@ def sequence_slice(start: int, num_tokens: int, layout: Layout) -> SequenceSlice
     )
 
 
-def local_rows(values: np.ndarray, rows: SequenceSlice, device: torch.device) -> Tensor:
-    """This cp rank's columns [b, s] of [b, num_tokens], zero-padded at the end."""
-    padded = np.zeros((len(values), rows.local_tokens), dtype=values.dtype)
+def local_columns(values: np.ndarray, rows: SequenceSlice) -> np.ndarray:
+    """This cp rank's columns [b, s] of [b, num_tokens], zero-padded at the end; a view where that needs no pad."""
     begin = rows.cp_rank * rows.local_tokens
     own = values[:, begin : begin + rows.local_tokens]
-    padded[:, : own.shape[1]] = own
-    return torch.from_numpy(padded).to(device)
+    missing = rows.local_tokens - own.shape[1]
+    return np.pad(own, ((0, 0), (0, missing))) if missing else own
+
+
+def local_rows(values: np.ndarray, rows: SequenceSlice, device: torch.device) -> Tensor:
+    """`local_columns` as a tensor of its own on the device."""
+    return torch.tensor(local_columns(values, rows), device=device)

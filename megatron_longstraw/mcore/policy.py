@@ -4,11 +4,12 @@ from __future__ import annotations
 import contextlib
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from megatron_longstraw.config import Config
+from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
@@ -17,6 +18,7 @@ from megatron_longstraw.mcore.model import build_model_chunks
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.mcore.weights import set_weights
 from megatron_longstraw.metering import Meter
+from megatron_longstraw.prefix.graphs import ChunkGraphs, GraphBudget
 from megatron_longstraw.prefix.store import StaleStoreError
 from megatron_longstraw.watchdog import Watchdog
 
@@ -34,8 +36,13 @@ class Policy:
         """`checkpoint`, `hf_folder`: where the weights come from, see `set_weights`.
 
         Raises:
-            ConfigError, FolderError: they do not fit the model.
+            ConfigError, FolderError: they do not fit the model; or the size of a chunk is still to be chosen.
         """
+        if config.prefix.prefix_activation_bytes is not None:
+            raise ConfigError([
+                f"got prefix_activation_bytes {config.prefix.prefix_activation_bytes} where nothing chooses a chunk by it, "
+                "need prefix_chunk_tokens; change --prefix-activation-bytes or --prefix-chunk-tokens"
+            ])  # fmt: skip
         self.config, self.layout = config, layout
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)
@@ -56,6 +63,7 @@ class Policy:
         self.meter = Meter()
         self.watchdog: Watchdog | None = None
         """Told of every micro-batch, if there is one."""
+        self._graph_budget = GraphBudget(config.prefix.prefix_graph_bytes)
         self._steps = 0
         self._checksum = self.checksum()
 
@@ -116,6 +124,19 @@ class Policy:
         finally:
             for chunk, flag in zip(self.chunks, flags):
                 chunk.post_process = flag
+
+    def chunk_graphs(self, walked_back: range) -> ChunkGraphs | None:
+        """Where a capture keeps graphs of its last chunks; None: nowhere."""
+        if not self._graph_budget.limit_bytes or not walked_back:
+            return None
+        storages = {p.untyped_storage().data_ptr() for chunk in self.chunks for p in chunk.parameters()}
+
+        def least(number: int) -> int:
+            value = torch.tensor(number, device=self.layout.device)
+            dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.layout.cell)
+            return int(value)
+
+        return ChunkGraphs(walked_back, self._graph_budget, storages, least)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Callable, Iterator
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -14,6 +15,7 @@ from megatron_longstraw.context_parallel.layout import slice_sequence
 from megatron_longstraw.mcore.packed import BranchParams
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.metering import Amount
+from megatron_longstraw.prefix.graphs import ChunkGraphs
 from megatron_longstraw.prefix.microbatch import MicroBatch
 
 
@@ -22,25 +24,30 @@ class CallItem:
     """One micro-batch of a call, this cp rank's slice of it."""
 
     params: BranchParams
-    token_ids: Tensor
-    """int64 [b, s]"""
+    token_ids: np.ndarray
+    """int64 [b, s], on the host: those of all chunks together would take device memory that grows with the prompt."""
     labels: Tensor | None = None
     """int64 [b, rows of the head]"""
     weights: Tensor | None = None
     """float32 [b, rows of the head]: dL/dlogp, normalised; None where no gradient is wanted."""
     head_rows: slice | None = None
     """Local rows whose labels are scored; None: all of them."""
+    graphs: ChunkGraphs | None = None
+    """Of a prompt chunk whose graph may be kept between two calls."""
 
 
 OutputFn = Callable[[CallItem, Tensor], dict]
 
 
-def run_call(policy: Policy, items: list[CallItem], *, grad: bool, output: OutputFn | None = None) -> list[dict]:
+def run_call(
+    policy: Policy, items: list[CallItem], *, grad: bool, head: bool = True, output: OutputFn | None = None
+) -> list[dict]:
     """Run the micro-batches in order through `get_forward_backward_func()`.
 
     Args:
         grad: forward and backward; otherwise forward under `torch.no_grad` (Megatron's forward_only does not
             switch autograd off).
+        head: of the micro-batches, see `MicroBatch`.
         output: what the last stage computes from the hidden states without a gradient (sampling); by default
             log-probs where an item has labels, and nothing where it has none.
 
@@ -50,7 +57,7 @@ def run_call(policy: Policy, items: list[CallItem], *, grad: bool, output: Outpu
     Gradients go to `main_grad`, not yet summed over ranks. Ranks that must run in step (expert parallelism,
     interleaved pipelines) are given dummy micro-batches of weight 0.
     """
-    padded = items + _dummies(policy, len(items), grad)
+    padded = items + _dummies(policy, len(items), grad, head)
     if not padded:
         return []
     iterators = [iter(padded) for _ in policy.ddp]
@@ -87,7 +94,9 @@ def _forward_step(policy: Policy, grad: bool, output: OutputFn | None, iterator,
     item = next(iterator)
     if policy.watchdog is not None:
         policy.watchdog.alive()
-    hidden = model(item.token_ids, None, None, packed_seq_params=item.params)
+    token_ids = torch.tensor(item.token_ids, device=policy.layout.device)
+    run = partial(model, token_ids, None, None, packed_seq_params=item.params)
+    hidden = run() if item.graphs is None else item.graphs.forward(item.params.micro_batch, run)
     return hidden, partial(_loss, policy, grad, output, item)
 
 
@@ -121,7 +130,7 @@ class ZeroLoss(torch.autograd.Function):
         return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def _dummies(policy: Policy, num_items: int, grad: bool) -> list[CallItem]:
+def _dummies(policy: Policy, num_items: int, grad: bool, head: bool) -> list[CallItem]:
     """Weight-0 micro-batches: expert-parallel ranks must run equally many (their all-to-alls pair up), and an
     interleaved schedule takes only multiples of the pipeline size (schedules.py:995-1016)."""
     target = num_items
@@ -131,14 +140,12 @@ def _dummies(policy: Policy, num_items: int, grad: bool) -> list[CallItem]:
         target = int(count)
     if len(policy.ddp) > 1:
         target = -(-target // policy.layout.pp_size) * policy.layout.pp_size
-    return [_dummy(policy, grad) for _ in range(target - num_items)]
+    return [_dummy(policy, grad, head) for _ in range(target - num_items)]
 
 
-def _dummy(policy: Policy, grad: bool) -> CallItem:
+def _dummy(policy: Policy, grad: bool, head: bool) -> CallItem:
     layout = policy.layout
     rows = slice_sequence(0, 1, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=layout.row_multiple)
-    token_ids = torch.zeros((1, rows.local_tokens), dtype=torch.int64, device=layout.device)
-    params = BranchParams(
-        micro_batch=MicroBatch(rows, grad=grad), rotary_offset=rows.local_start, rotary_rows=rows.local_tokens
-    )
-    return CallItem(params, token_ids)
+    token_ids = np.zeros((1, rows.local_tokens), dtype=np.int64)
+    mb = MicroBatch(rows, grad=grad, head=head)
+    return CallItem(BranchParams(micro_batch=mb, rotary_offset=rows.local_start, rotary_rows=rows.local_tokens), token_ids)

@@ -72,7 +72,7 @@ def _layer(model: ModelConfig, tp: int = 1, ep: int = 1) -> Parameters:
 
 @dataclass(frozen=True)
 class RankBytes:
-    """Bytes of one rank. All but `activations` are exact."""
+    """Bytes of one rank. All but `activations` and `prefix_graphs` are exact."""
 
     weights: int
     gradients: int
@@ -83,6 +83,8 @@ class RankBytes:
     """K, V of the prompts of one capture."""
     prefix_attention: int
     """(out, lse) of one capture's chunks that are walked back, kept from capture to the walk."""
+    prefix_graphs: int
+    """Autograd graphs of the last chunks of all captures: at most these."""
     prefix_grad: int
     """float32 dK, dV of one capture's tokens that are walked back."""
     sampling_kv: int
@@ -96,7 +98,7 @@ class RankBytes:
     def total(self) -> int:
         """The most held at once: sampling ends before dK, dV and activations appear."""
         stored = self.weights + self.gradients + self.optimizer
-        held = self.captures * (self.prefix_kv + self.prefix_attention)
+        held = self.captures * (self.prefix_kv + self.prefix_attention) + self.prefix_graphs
         return stored + held + max(self.sampling_kv, self.prefix_grad + self.activations)
 
 
@@ -104,20 +106,21 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
     """Of a rank of this pipeline stage; `rollout.max_prompt_length` None counts as one token (no prefix)."""
     config = config.resolve()
     parameters, element = parameters_of_rank(config, stage), _element_bytes(config)
-    prefix = prefix_bytes(config, world_size)
     return RankBytes(
         weights=parameters.total * element,
         gradients=parameters.total * FLOAT32,
         optimizer=_optimizer_bytes(config, world_size, parameters),
-        **prefix,
+        **prefix_bytes(config, world_size, stage),
+        prefix_graphs=config.prefix.prefix_graph_bytes,
         sampling_kv=_sampling_bytes(config, world_size),
-        captures=_num_captures(config, world_size, prefix["prefix_kv"] + prefix["prefix_attention"]),
-        activations=_activation_bytes(config, world_size),
+        captures=_num_captures(config, world_size),
+        activations=activation_bytes(config, world_size, stage),
     )
 
 
-def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
-    """The prefix part of `RankBytes`: one capture of `prompts_per_microbatch` longest prompts."""
+def prefix_bytes(config: Config, world_size: int, stage: int = 0) -> dict[str, int]:
+    """The prefix part of `RankBytes`: one capture of `prompts_per_microbatch` longest prompts. No stage holds more than
+    the first."""
     config = config.resolve()
     model, prefix = config.model, config.prefix
     sizes = _chunk_sizes(config)
@@ -125,7 +128,7 @@ def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
     prompts, element = _prompts_per_capture(config, world_size), _element_bytes(config)
     per_token = prompts * _kv_elements(config)
     heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    per_row = prompts * _layers(config) * heads * (model.kv_channels * element + FLOAT32)
+    per_row = prompts * _attending_layers(config, stage) * heads * (model.kv_channels * element + FLOAT32)
     keep = prefix.prefix_out_tier == "device"
     return {
         "prefix_kv": sum(valid for valid, _ in sizes) * per_token * element,
@@ -145,10 +148,13 @@ def _chunk_sizes(config: Config) -> list[tuple[int, int]]:
 
 
 def _rows(config: Config, num_tokens: int) -> int:
-    """Rows per rank of that many tokens, pads included."""
-    parallel = config.parallel
-    multiple = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return -(-num_tokens // (parallel.context_parallel_size * multiple)) * multiple
+    """Rows per rank inside the matmuls, pads included."""
+    return config.rows_of_rank(num_tokens) * _sequence_split(config)
+
+
+def _sequence_split(config: Config) -> int:
+    """Ranks that share the rows of one rank outside the matmuls."""
+    return config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
 
 
 def _element_bytes(config: Config) -> int:
@@ -157,6 +163,11 @@ def _element_bytes(config: Config) -> int:
 
 def _layers(config: Config) -> int:
     return config.model.num_layers // config.parallel.pipeline_model_parallel_size
+
+
+def _attending_layers(config: Config, stage: int) -> int:
+    """Layers of a stage through which a prompt chunk goes whole: of the model's last layer it needs K, V only."""
+    return _layers(config) - (stage == config.parallel.pipeline_model_parallel_size - 1)
 
 
 def _kv_elements(config: Config) -> int:
@@ -192,7 +203,10 @@ def _optimizer_bytes(config: Config, world_size: int, parameters: Parameters) ->
     return dense - (-per_parameter * parameters.expert // (of_stage // (ep if ep > 1 else tp)))
 
 
-def _num_captures(config: Config, world_size: int, capture_bytes: int) -> int:
+def _num_captures(config: Config, world_size: int) -> int:
+    """All stages keep as many as the one with the largest captures can."""
+    largest = prefix_bytes(config, world_size)
+    capture_bytes = largest["prefix_kv"] + largest["prefix_attention"]
     batches = -(-_prompts_of_update(config, world_size) // config.prefix.prompts_per_microbatch)
     budget = config.prefix.prefix_state_budget
     if budget is None or not capture_bytes:
@@ -206,34 +220,38 @@ def _sampling_bytes(config: Config, world_size: int) -> int:
     return branches * rollout.max_response_length * _kv_elements(config) * _element_bytes(config)
 
 
-def _activation_bytes(config: Config, world_size: int) -> int:
-    """Of the largest micro-batch: what its layers keep for backward (their inputs under full recompute) and one layer
-    more, the gathered rows of one attention, and one chunk of the head with its gradient."""
+def activation_bytes(config: Config, world_size: int, stage: int) -> int:
+    """Of the largest micro-batch, and one chunk of the head with its gradient."""
     parallel, prefix = config.parallel, config.prefix
-    inside, layers, element = _inside_layer(config), _layers(config), _element_bytes(config)
-    hidden = config.model.hidden_size / (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
-    of_layer = inside if parallel.recompute_granularity is None else element * hidden
-    kept = layers * of_layer * parallel.pipeline_model_parallel_size + inside
-    tp = parallel.tensor_model_parallel_size
-    queries = config.model.num_attention_heads * config.model.kv_channels / tp
-    attention = parallel.context_parallel_size * queries * (3 * element + 2 * FLOAT32)
-    chunk_rows, response_rows = _microbatch_rows(config, world_size)
-    of_chunk = chunk_rows * ((inside if prefix.prefix_grad == "frozen" else kept) + attention)
+    tp, (chunk_rows, response_rows) = parallel.tensor_model_parallel_size, _microbatch_rows(config, world_size)
+    walked_back = 0 if prefix.prefix_grad == "frozen" else _attending_layers(config, stage)
+    mlp_rows = chunk_rows
+    if prefix.prefix_mlp_block_tokens is not None:
+        mlp_rows = _prompts_per_capture(config, world_size) * prefix.prefix_mlp_block_tokens * _sequence_split(config)
+    of_chunk = _microbatch_bytes(config, chunk_rows, walked_back, min(mlp_rows, chunk_rows))
+    of_responses = _microbatch_bytes(config, response_rows, _layers(config), response_rows)
     head_rows = min(prefix.log_probs_chunk_size, response_rows * parallel.context_parallel_size)
     head = 2 * FLOAT32 * head_rows * config.model.padded_vocab_size(tp) // tp
-    return int(max(of_chunk, response_rows * (kept + attention))) + head
+    return int(max(of_chunk, of_responses)) + head
 
 
-def _inside_layer(config: Config) -> float:
-    """Bytes per row that one layer keeps for its backward."""
-    model, parallel = config.model, config.parallel
-    tp = parallel.tensor_model_parallel_size
-    hidden = model.hidden_size / (tp if parallel.sequence_parallel else 1)
+def _microbatch_bytes(config: Config, rows: int, layers: int, mlp_rows: int) -> float:
+    """What that many layers keep of the rows for backward (their inputs under full recompute) and one layer more, with
+    the MLP of `mlp_rows` at once; and the gathered rows of one attention."""
+    model, parallel, element = config.model, config.parallel, _element_bytes(config)
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    hidden = model.hidden_size / _sequence_split(config)
     queries, keys = (count * model.kv_channels / tp for count in (model.num_attention_heads, model.num_query_groups))
     ffn = model.ffn_hidden_size / tp
     if model.num_experts is not None:
         ffn = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0) / tp
-    return _element_bytes(config) * (4 * hidden + 3 * queries + 3 * keys + 4 * ffn)
+    attention, mlp, held = 2 * hidden + 3 * queries + 3 * keys, 2 * hidden + 4 * ffn, mlp_rows
+    if mlp_rows < rows:  # the blocks' input stays, the rest is computed again
+        attention, held = attention + hidden, 0
+    of_layer = rows * hidden if parallel.recompute_granularity else rows * attention + held * mlp
+    one_more = rows * attention + mlp_rows * mlp
+    in_flight = parallel.pipeline_model_parallel_size
+    return element * (layers * of_layer * in_flight + one_more) + rows * cp * queries * (3 * element + 2 * FLOAT32)
 
 
 def _microbatch_rows(config: Config, world_size: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def _bytes(config: Config, world_size: int):
     for name, num_bytes, note in _items(config, of_stages[stage]):
         yield "", f"{name:<14}{num_bytes:>18,}{_rounded(num_bytes):>12}  {note}"
     if config.rollout.max_prompt_length is None:
-        yield "", f"and {_bytes_per_prompt_token(config, world_size):,} for each prompt token"
+        yield "", f"and {_bytes_per_prompt_token(config, world_size, stage):,} for each prompt token"
 
 
 def _count(number: int, noun: str) -> str:
@@ -94,20 +94,23 @@ def _items(config: Config, most: RankBytes):
     times = f", {most.captures} captures held at once" if most.captures > 1 else ""
     yield "K, V", most.captures * most.prefix_kv, f"of prompts{times}"
     yield "out, lse", most.captures * most.prefix_attention, f"of prompts, kept for the walk back{times}"
+    if most.prefix_graphs:
+        yield "graphs", most.prefix_graphs, "of prompts' last chunks, at most"
     yield "dK, dV", most.prefix_grad, "of prompts"
     yield "sampling", most.sampling_kv, "K, V of responses; freed before dK, dV appear"
     yield "activations", most.activations, "estimate"
     yield "most at once", most.total, "without CUDA context, communication buffers and fragmentation"
 
 
-def _bytes_per_prompt_token(config: Config, world_size: int) -> int:
+def _bytes_per_prompt_token(config: Config, world_size: int, stage: int) -> int:
     """Of one capture on one rank, in the middle of a long prompt."""
     tokens = config.prefix.prefix_chunk_tokens * config.parallel.context_parallel_size
     shorter, longer = (
         dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_prompt_length=1 + count * tokens))
         for count in (1, 2)
     )
-    return (sum(prefix_bytes(longer, world_size).values()) - sum(prefix_bytes(shorter, world_size).values())) // tokens
+    less, more = (sum(prefix_bytes(one, world_size, stage).values()) for one in (shorter, longer))
+    return (more - less) // tokens
 
 
 def _timeouts(config: Config, world_size: int):

@@ -95,6 +95,27 @@ class BranchAttention(torch.autograd.Function):
         return dq, dk, dv, None, None, None, None, None
 
 
+class SeedOnly(torch.autograd.Function):
+    """`zeros = SeedOnly.apply(k, v, mb, state, shape)`: a chunk that is stored but attends to nothing.
+
+    Gradient: with `mb.seeded`, dk, dv are what `state` collected for these rows, read at backward time; else 0.
+    """
+
+    @staticmethod
+    def forward(ctx, k, v, mb: MicroBatch, state: TokenState | None, shape: torch.Size):
+        ctx.like = tuple((x.shape, x.dtype, x.device) for x in (k, v))
+        ctx.facts = (mb, state)
+        return k.new_zeros(shape)
+
+    @staticmethod
+    def backward(ctx, _dout):
+        mb, state = ctx.facts
+        dk, dv = (torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
+        if mb.seeded:
+            _add_seed(dk, dv, mb, state)
+        return dk, dv, None, None, None
+
+
 def _forward(q, k, v, mb: MicroBatch, state, scale, cp_group) -> tuple[Tensor, Tensor]:
     rows, rank = q.shape[0], group_rank(cp_group)
     if group_size(cp_group) == 1 and not mb.visible_tokens:

@@ -37,7 +37,8 @@ class MicroBatch:
     seeded: bool = False
     """Prefix backward: the rows' own K, V receive what their readers sent to the store."""
     head: bool = False
-    """The rows' log-probabilities are wanted."""
+    """What the last layer makes of the rows is wanted, for their log-probabilities; False: only the K, V of every layer
+    are. The same for all micro-batches of a call, dummies included: ranks meet in the last layer or leave it out."""
     recomputed: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """(out, lse) per layer from the grad-off forward of activation recompute, popped by the recompute."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from megatron_longstraw.context_parallel.layout import ChunkPlan
+from megatron_longstraw.prefix.graphs import ChunkGraphs
 from megatron_longstraw.prefix.state import TokenState
 
 
@@ -27,6 +28,8 @@ class PrefixStore:
     block_tokens: int
     keep_attention: bool
     """Keep (out, lse) of every layer for the chunks that will be walked back (DESIGN rule 5)."""
+    graphs: ChunkGraphs | None = None
+    """Autograd graphs of the last chunks; None: none are kept."""
     layers: dict[int, TokenState] = field(default_factory=dict)
 
     @property
@@ -64,7 +67,10 @@ class PrefixStore:
         for state in self.layers.values():
             state.release()
         self.layers.clear()
+        if self.graphs is not None:
+            self.graphs.release()
 
     @property
     def nbytes(self) -> int:
-        return sum(state.nbytes for state in self.layers.values())
+        graphs = 0 if self.graphs is None else self.graphs.nbytes
+        return graphs + sum(state.nbytes for state in self.layers.values())

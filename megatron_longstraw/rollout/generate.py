@@ -70,8 +70,8 @@ class _Rows:
 
     def item(self) -> CallItem:
         layout = self.policy.layout
-        ids = torch.zeros((len(self.places), layout.row_multiple), dtype=torch.int64, device=layout.device)
-        ids[:, 0] = torch.from_numpy(self.token_ids)
+        ids = np.zeros((len(self.places), layout.row_multiple), dtype=np.int64)
+        ids[:, 0] = self.token_ids
         return CallItem(
             BranchParams(decode=self.decode, rotary_offset=self.decode.position, rotary_rows=layout.row_multiple), ids
         )

@@ -1,6 +1,8 @@
 """The mistakes that would train silently, each as a change to the running package in one worker process."""
 from __future__ import annotations
 
+from functools import partial, partialmethod
+
 import torch
 
 from megatron_longstraw.mcore import calls, core_attention
@@ -42,16 +44,17 @@ def _seed_at_forward_time() -> None:
         def take_grad(self, begin, num_tokens):
             return self.seed
 
-    real_attend = core_attention.BranchCoreAttention._attend
-
-    def attend(self, query, key, value, mb):
+    def early(real, self, *args):
+        (mb,) = (fact for fact in args if isinstance(fact, MicroBatch))
         if mb.seeded:
             state = mb.store.layer(self.layer_number)
             seed = state.take_grad(mb.visible_tokens, mb.valid_local_tokens)
             snapshots[id(mb), id(state)] = None if seed is None else tuple(part.clone() for part in seed)
-        return real_attend(self, query, key, value, mb)
+        return real(self, *args)
 
-    core_attention.BranchCoreAttention._attend = attend
+    for name in ("_attend", "store_only"):
+        real = getattr(core_attention.BranchCoreAttention, name)
+        setattr(core_attention.BranchCoreAttention, name, partialmethod(partial(early, real)))
     attention._add_seed = lambda dk, dv, mb, state: add_seed(dk, dv, mb, Early(snapshots[id(mb), id(state)]))
 
 

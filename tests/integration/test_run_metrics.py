@@ -77,9 +77,9 @@ def test_what_was_saved(rows):
 
 
 def test_state_bytes_are_those_of_all_prompts_held_at_once(rows):
-    """K and V of 2 layers with 2 heads of 8 in float32; the attention outputs (4 heads of 8, and lse) of both prompts;
-    and the gradients of K and V of the one being updated."""
-    kv, kept = 2 * 2 * 2 * 8 * 4, 2 * 4 * (8 + 1) * 4
+    """K and V of 2 layers with 2 heads of 8 in float32; the attention outputs (4 heads of 8, and lse; the last layer has
+    none) of both prompts; and the gradients of K and V of the one being updated."""
+    kv, kept = 2 * 2 * 2 * 8 * 4, 4 * (8 + 1) * 4
     for kind in ("one update", "several"):
         for row in rows[kind]:
             assert row["prefix/state_bytes"] == sum(CHUNKS) * (2 * (kv + kept) + kv)

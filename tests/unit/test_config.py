@@ -396,6 +396,9 @@ def test_num_chunks_walked_back(grad, chunks):
         ({"train_batch_size": 6, "ppo_mini_batch_size": 3}, 1),
         ({"lr_warmup_iters": 3, "train_iters": 4}, 1),
         ({"schedule": "full"}, 1),
+        ({"prefix_activation_bytes": 1}, 1),
+        ({"prefix_graph_bytes": 1, "context_parallel_size": 2, "num_experts": 2}, 2),
+        ({"prefix_mlp_block_tokens": 63, "prefix_chunk_tokens": 128, "context_parallel_size": 2}, 2),
     ],
 )
 def test_accepted(overrides, world_size):
@@ -519,6 +522,44 @@ RULES = {
         {"schedule": "full", "prefix_grad": "frozen"},
         None,
         ["--schedule", "--prefix-grad"],
+    ),
+    "MLP blocks without chunks": (
+        {"schedule": "full", "prefix_mlp_block_tokens": 64},
+        None,
+        ["schedule full", "--prefix-mlp-block-tokens"],
+    ),
+    "MLP blocks as long as the chunk": (
+        {
+            "prefix_mlp_block_tokens": 64,
+            "prefix_chunk_tokens": 256,
+            "context_parallel_size": 2,
+            "tensor_model_parallel_size": 2,
+            "sequence_parallel": True,
+        },
+        None,
+        ["prefix_mlp_block_tokens 64 for 64 rows", "--prefix-chunk-tokens"],
+    ),
+    "bytes to choose a chunk by without chunks": (
+        {"schedule": "full", "prefix_activation_bytes": 2**30},
+        None,
+        ["schedule full", "--prefix-activation-bytes"],
+    ),
+    "a chunk beside bytes to choose it by": (
+        {"prefix_chunk_tokens": 2048, "prefix_activation_bytes": 2**30},
+        None,
+        ["1073741824 beside prefix_chunk_tokens 2048", "--prefix-chunk-tokens"],
+    ),
+    "graphs without chunks": ({"schedule": "full", "prefix_graph_bytes": 1}, None, ["schedule full", "--prefix-graph-bytes"]),
+    "graphs nobody walks": ({"prefix_grad": "frozen", "prefix_graph_bytes": 1}, None, ["--prefix-grad", "walk back"]),
+    "graphs over a pipeline": (
+        {"pipeline_model_parallel_size": 2, "prefix_graph_bytes": 1},
+        None,
+        ["prefix_graph_bytes 1 with pipeline_model_parallel_size 2"],
+    ),
+    "graphs under expert parallelism": (
+        {"num_experts": 2, "expert_model_parallel_size": 2, "prefix_graph_bytes": 1},
+        None,
+        ["prefix_graph_bytes 1 with expert_model_parallel_size 2"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},
