@@ -2,12 +2,14 @@
 
 torchrun by itself dies of that signal, and its ranks, each in a session of its own, are not in the process group that
 schedulers signal. Here the signal is handed on to every rank. Until a rank listens (interruption.py), it stays pending
-there, so that one that comes early is neither lost nor deadly.
+there, so that one that comes early is neither lost nor deadly. Where a rank has said why it failed, torchrun's own
+account of it is left out.
 """
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -42,9 +44,16 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {HANDED_ON})
     signal.signal(HANDED_ON, signal.SIG_DFL)  # whoever started this may ignore it until here
     threading.Thread(target=_hand_on, daemon=True).start()
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
-    torchrun()
+    try:
+        torchrun()
+    except ChildFailedError as error:
+        _, first = error.get_first_failure()
+        if not os.path.exists(first.error_file):
+            raise
+        sys.exit(1)  # the rank has said why (user_errors.py)
 
 
 if __name__ == "__main__":

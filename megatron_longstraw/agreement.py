@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Sequence
 
 import torch.distributed as dist
 
@@ -12,22 +13,25 @@ from megatron_longstraw.types import PromptGroup, prompt_digest
 PACKAGE = Path(__file__).parent
 _NEEDED = {
     "code": "install the same version everywhere",
+    "functions": "let every rank find the same files of --reward-function and --prompt-function",
     "configuration": "start every rank with the same flags and files",
     "prompts": "let every rank read the same prompt files; a --prompt-function must not depend on the rank",
 }
 
 
-def check_ranks_agree(config: Config, prompts: list[PromptGroup]) -> None:
+def check_ranks_agree(config: Config, prompts: list[PromptGroup], functions: Sequence[bytes] = ()) -> None:
     """A call of all ranks.
 
     Args:
         prompts: those of the first step.
+        functions: the source of the user's functions.
 
     Raises:
         ConfigError: on every rank, naming what differs and on which ranks.
     """
     own = {
         "code": _hash(*(part for path in sorted(PACKAGE.rglob("*.py")) for part in (path.name.encode(), path.read_bytes()))),
+        "functions": _hash(*functions),
         "configuration": _hash(to_toml(config).encode()),
         "prompts": _hash(*(f"{group.group_id!r} {prompt_digest(group.prompt_ids)}".encode() for group in prompts)),
     }

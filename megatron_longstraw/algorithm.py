@@ -22,16 +22,28 @@ import torch.distributed as dist
 from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
 from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore.calls import capture, score
-from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite, nonfinite_gradients
 from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
 from megatron_longstraw.prefix.store import PrefixStore
-from megatron_longstraw.rollout.scoring import Scorer, given_report, rollout_metrics
+from megatron_longstraw.rollout.scoring import Scorer, report_of, rollout_metrics
 from megatron_longstraw.rollout.generate import generate
 from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.types import PromptGroup
+
+
+@dataclass
+class NonFinite:
+    """What was not finite in an update that was left out for it, on this rank."""
+
+    update: int
+    """Updates of the step that were tried before."""
+    gradients: list[str]
+    """Parameters, by their names in the whole model."""
+    tables: list[str]
+    """Token weights and log-probs, by response."""
 
 
 @dataclass
@@ -47,6 +59,8 @@ class StepReport:
     """Why updates did not happen: "no signal" or "not finite"."""
     updated: list[PromptGroup] = field(default_factory=list)
     """Groups whose gradient was computed, once per update they were part of."""
+    nonfinite: NonFinite | None = None
+    """Of the last update that was not finite."""
 
 
 class RLStep:
@@ -56,7 +70,7 @@ class RLStep:
         scorer: None when groups come with their responses and rewards, which are trained on as they are.
         save: called with (step, the global batch of which this rank's groups have their scored responses) before the
             first update, so that what an update fails on is there to be looked at.
-        finished: keeps responses on the disk as they come; None: they are lost when the step does not end.
+        finished: keeps scored responses on the disk as they come; None: they are lost when the step does not end.
         stop: looked at between calls; None: a step always runs to its end.
     """
 
@@ -83,13 +97,14 @@ class RLStep:
         """
         algorithm = self.policy.config.algorithm
         if self.finished is not None and self.scorer is not None:
-            self.finished.begin(step)
+            self.finished.begin(step, self.scorer.identity)
         minibatches = self._split(groups)
         self._roll_out(step, minibatches, score_old=algorithm.ppo_epochs * len(minibatches) > 1)
         own = [group for work in minibatches for item in work if item.batch for group in item.batch.groups]
-        with self.policy.meter.measure("reward"):
-            scores = self._score(own)
-        report = StepReport(own, scores)
+        for group in own:
+            if not group.branches:
+                raise ValueError(f"group {group.group_id!r} has no responses; need them along with the prompt")
+        report = StepReport(own, rollout_metrics(own, report_of(own)))
         if self.save is not None:
             self.save(step, groups)
         for work in minibatches:
@@ -113,7 +128,7 @@ class RLStep:
         return minibatches
 
     def _roll_out(self, step: int, minibatches: list[list[Work]], score_old: bool) -> None:
-        """Capture and sample every prompt; the first mini-batch's stores stay for its update, budget permitting."""
+        """Capture, sample and score every prompt; the first mini-batch's stores stay for its update, budget permitting."""
         if self.scorer is None and not score_old:
             return
         kept_bytes = 0
@@ -136,7 +151,11 @@ class RLStep:
         kept = self.finished is not None and self.finished.load(step, batch)
         # Expert-parallel peers need a partner in their decoding steps, whether or not this rank has something to do.
         generate(self.policy, store, None if kept else batch, step=step)
-        if self.finished is not None and not kept:
+        if batch is None or kept:
+            return
+        with self.policy.meter.measure("reward"):
+            self.scorer.score(self.policy.layout, batch.groups)
+        if self.finished is not None:
             self.finished.keep(step, batch)
 
     def stop_if_asked(self) -> None:
@@ -147,18 +166,10 @@ class RLStep:
         """
         if self.stop is None:
             return
-        asked = torch.tensor(float(self.stop.received is not None), device=self.policy.layout.device)
+        asked = torch.tensor(float(self.stop.asked), device=self.policy.layout.device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         if asked:
             raise Interrupted("asked to stop")
-
-    def _score(self, own: list[PromptGroup]) -> MetricSums:
-        if self.scorer is not None:
-            return self.scorer.score(self.policy.layout, own)
-        for group in own:
-            if not group.branches:
-                raise ValueError(f"group {group.group_id!r} has no responses; need them along with the prompt")
-        return rollout_metrics(own, given_report(own))
 
     def _fits(self, num_bytes: int) -> bool:
         budget = self.policy.config.prefix.prefix_state_budget
@@ -180,6 +191,9 @@ class RLStep:
         report.metrics = report.metrics + metrics
         report.updated += [group for item in work if item.batch for group in item.batch.groups]
         if not gradients_finite(self.policy):
+            tables = [text for item in work for text in item.nonfinite()]
+            tried = report.updates + len(report.skipped)
+            report.nonfinite = NonFinite(tried, nonfinite_gradients(self.policy), tables)
             report.skipped.append("not finite")
             return
         with self.policy.meter.measure("optimizer"):

@@ -37,11 +37,24 @@ class Work:
     """Log-probs before the first of several updates; None: this is the first update, old = current, ratio 1."""
     store: PrefixStore | None = None
     """State captured earlier under the current weights, to be used up; None: capture again."""
+    tables: dict[str, Table] = field(default_factory=dict)
+    """What the last update put in and got out, by what it is."""
 
     def branches(self):
         for prompt, group in enumerate(self.batch.groups if self.batch else ()):
             for index, branch in enumerate(group.branches):
                 yield (prompt, index), branch
+
+    def nonfinite(self) -> list[str]:
+        """A line for each response and table with a number that is not finite."""
+        wrong = []
+        for what, table in self.tables.items():
+            for (prompt, index), values in table.items():
+                tokens = np.flatnonzero(~np.isfinite(values))
+                if len(tokens):
+                    name = f"{what} of group {self.batch.groups[prompt].group_id!r}, branch {index}"
+                    wrong.append(f"{name}: {len(tokens)} of {len(values)} tokens, from token {tokens[0]} on")
+        return wrong
 
     def loss_masks(self) -> dict[tuple[int, int], np.ndarray]:
         """Response masks; a response without a score (no advantage) trains nothing."""
@@ -72,6 +85,7 @@ def accumulate_gradients(
         else:
             kept_bytes -= 0 if item.store is None else item.store.nbytes
             logprobs, entropy = _branch_update(policy, item, weigh, kept_bytes, between_calls)
+        item.tables = {"token weights": weigh.weights, "log-probs": logprobs}
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics

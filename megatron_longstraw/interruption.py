@@ -23,6 +23,10 @@ class StopRequest:
         self.received: str | None = None
         """Name of the signal."""
 
+    @property
+    def asked(self) -> bool:
+        return self.received is not None
+
     def listen(self) -> None:
         """Take the signals of this process (main thread only)."""
         for number in SIGNALS:

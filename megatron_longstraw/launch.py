@@ -5,6 +5,9 @@
 On a rank (RANK and WORLD_SIZE are set, as torchrun does) this process becomes the program. Elsewhere it becomes a
 torchrun of the program, with a rank for each GPU of this machine or two on the CPU; inside a Slurm job, with this
 node's part in the meeting of all nodes. A configuration that cannot run ends here, once, before ranks start.
+
+That torchrun (agent.py) hands USR1 on to its ranks. One that was started by hand dies of it, and its ranks with it;
+`python -m megatron_longstraw.agent` in its place does not.
 """
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
@@ -28,14 +29,16 @@ from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.training_state import CheckpointError, Progress, TrainingState, find_start
 from megatron_longstraw.metering import Meter
+from megatron_longstraw.nonfinite import keep_step
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.planner.chunks import with_chunk_tokens
-from megatron_longstraw.rewards.loading import RewardError, load_function
+from megatron_longstraw.rewards.loading import RewardError, load_function, source_of
 from megatron_longstraw.rollout.files import RolloutSaver
 from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, check_sinks, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
+from megatron_longstraw.user_errors import is_lost_peer, let_others_speak
 from megatron_longstraw.user_errors import report as report_error
 from megatron_longstraw.watchdog import Watchdog
 
@@ -86,6 +89,8 @@ def train(
         save = RolloutSaver(policy.layout, path, progress.steps) if config.data.save_rollouts else None
     finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
     rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
+    # By step; -1: before the first, of a caller that trained the policy already.
+    updates = Counter({-1: 0 if progress.steps else policy.weights_version})
     total, tokens_dense, rewards = Meter(), 0, list(log.rewards)
     policy.meter.watcher = log.progress
     policy.watchdog = watchdog = Watchdog(60.0 * config.parallel.distributed_timeout_minutes)
@@ -105,8 +110,12 @@ def train(
                 total.costs[name].tokens += cost.tokens
             log.step(step, metrics, report.skipped)
             progress.steps = step + 1
-            progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if "not finite" in report.skipped else 0
-            _stop_if_nonfinite(config, step, progress.nonfinite_in_a_row)
+            updates[step] = report.updates
+            progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if report.nonfinite else 0
+            reason = _nonfinite_reason(config, step, progress.nonfinite_in_a_row)
+            if reason is not None:
+                kept = keep_step(policy, log.folder, step, groups, report.nonfinite, updates)
+                raise TrainingStopped(f"{reason}; {kept}")
             if state is not None:
                 state.after_step(progress)
             rl_step.stop_if_asked()
@@ -169,14 +178,16 @@ def largest(policy: Policy, values: list[float]) -> list[float]:
     return maxima.tolist()
 
 
-def _stop_if_nonfinite(config: Config, step: int, in_a_row: int) -> None:
+def _nonfinite_reason(config: Config, step: int, in_a_row: int) -> str | None:
+    """Why training must not go on after a step, if so many up to it were not finite."""
     if in_a_row and config.run.nonfinite_policy == "stop":
-        raise TrainingStopped(f"step {step}: loss or gradient is not finite (--nonfinite-policy stop)")
+        return f"step {step}: loss or gradient is not finite (--nonfinite-policy stop)"
     if in_a_row >= config.run.max_consecutive_nonfinite_steps:
-        raise TrainingStopped(
+        return (
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row "
             f"(--max-consecutive-nonfinite-steps {config.run.max_consecutive_nonfinite_steps}); lower --lr"
         )
+    return None
 
 
 def print_summary(log: RunLog, config: Config, summary: RunSummary) -> None:
@@ -211,8 +222,7 @@ def run(config: Config) -> RunSummary:
     if config.checkpoint.save_hf is not None:
         check_target(Path(config.checkpoint.save_hf))
     check_sinks(config)
-    load_function(config.reward.reward_function)
-    make_task = task_maker(config)
+    reward_function, make_task = load_function(config.reward.reward_function), task_maker(config)
     layout = parallel.initialize(config)
     config = with_chunk_tokens(config, dist.get_world_size())
     task = None if make_task is None else make_task(config)
@@ -220,7 +230,7 @@ def run(config: Config) -> RunSummary:
     source = training_source(config, task)
     first = source.prompts(0, config.algorithm.train_batch_size)
     check_prompts(first, config.model.vocab_size, config.rollout)
-    check_ranks_agree(config, first)
+    check_ranks_agree(config, first, [source_of(function) for function in (reward_function, make_task) if function])
     start = find_start(config.checkpoint)
     policy = Policy(config, layout, folder, start.checkpoint)
     optimizer = PolicyOptimizer(policy)
@@ -248,16 +258,20 @@ def run(config: Config) -> RunSummary:
 
 
 def exit_status(body: Callable[[], object]) -> int:
-    """Run a program's body: 0 (also where it stopped on request), or 1 with one line on the screen for what a user can mend (anything else is a bug and
-    keeps its traceback). Leaves the process group either way."""
+    """Run a program's body: 0 (also where it stopped on request), or 1 with one message on the screen for what a user can
+    mend (anything else is a bug and keeps its traceback). Leaves the process group either way."""
     try:
         body()
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"stopped: {stop}; the same command goes on from the checkpoint", flush=True)
-    except (ValueError, RewardError, TrainingStopped, CheckpointError) as error:
+    except (ValueError, FloatingPointError, RewardError, TrainingStopped, CheckpointError) as error:
         report_error(error)
         return 1
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            let_others_speak()
+        raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

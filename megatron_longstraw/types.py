@@ -55,6 +55,8 @@ class Branch:
     """"stop" (a stop id was sampled) | "length" (cut at the response limit) | None (not known)."""
     rewards: dict[str, float] = field(default_factory=dict)
     """The other numbers that the reward function returned, by name; they become metrics."""
+    reward_failed: bool = False
+    """The reward function raised or returned no number, and `reward` is what --reward-error-policy makes of that."""
     trajectory: int | str | None = None
     """Branches of a group with one trajectory are parts of one rollout, with one reward: it counts once in the group's
     statistics. None: a rollout of its own."""

@@ -164,6 +164,8 @@ def format_group(step: int, group: PromptGroup) -> bytes:
         row |= {"reward": branch.reward, "finish_reason": branch.finish_reason}
         if branch.rewards:
             row["rewards"] = branch.rewards
+        if branch.reward_failed:
+            row["reward_failed"] = True
         if branch.trajectory is not None:
             row["trajectory"] = _plain(branch.trajectory)
         if index == 0:

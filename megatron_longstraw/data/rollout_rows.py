@@ -12,6 +12,7 @@ One response a row; rows of a group are adjacent and in one step, branches count
     loss_mask                  one 0 or 1 per RESPONSE token: 0 where the policy did not write it; absent: all 1
     reward                     a number, or null: no score
     rewards                    {name: number}: what else the reward function returned (optional)
+    reward_failed              true: it raised or returned no number; the reward is what that was taken for (optional)
     finish_reason              stop, length or null
     trajectory                 rows of a group with one trajectory count once in its statistics (optional)
     data_source, ground_truth, extra_info    facts of the prompt (first row of a group; optional)
@@ -30,8 +31,8 @@ from megatron_longstraw.types import LARGEST_REWARD, Branch, PromptGroup, prompt
 
 KEYS = (
     "step", "group_id", "branch", "group_size", "prompt_ids", "prompt_ref", "prompt_digest", "response_ids",
-    "response_logprobs", "loss_mask", "reward", "rewards", "finish_reason", "trajectory", "data_source", "ground_truth",
-    "extra_info",
+    "response_logprobs", "loss_mask", "reward", "rewards", "reward_failed", "finish_reason", "trajectory", "data_source",
+    "ground_truth", "extra_info",
 )  # fmt: skip
 ONLY_ROLLOUTS = {"group_id", "branch", "response_ids", "response_logprobs", "loss_mask", "prompt_digest"}
 """Keys that no prompt file has."""
@@ -71,6 +72,7 @@ class RolloutRow:
     loss_mask: list[int] | None
     reward: float | None
     rewards: dict[str, float]
+    reward_failed: bool
     finish_reason: str | None
     trajectory: int | str | None
     facts: dict[str, Any]
@@ -83,6 +85,7 @@ class RolloutRow:
             rollout_logprobs=self.response_logprobs,
             finish_reason=self.finish_reason,
             rewards=self.rewards,
+            reward_failed=self.reward_failed,
             trajectory=self.trajectory,
         )
 
@@ -135,6 +138,9 @@ def _parse(row: dict[str, Any], limits: Limits) -> RolloutRow:
         raise RowError(f"finish_reason is {show(finish_reason)}; need stop, length or null")
     if "reward" not in row:
         raise RowError("reward is missing; need a number, or null for a response without a score")
+    reward_failed = row.get("reward_failed", False)
+    if type(reward_failed) is not bool:
+        raise RowError(f"reward_failed is {show(reward_failed)}; need true or false")
     return RolloutRow(
         step,
         group_id,
@@ -149,6 +155,7 @@ def _parse(row: dict[str, Any], limits: Limits) -> RolloutRow:
         mask,
         None if row["reward"] is None else _reward(row["reward"], "reward"),
         _rewards(row.get("rewards")),
+        reward_failed,
         finish_reason,
         _trajectory(row.get("trajectory")),
         _facts(row),

@@ -13,6 +13,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore.parameters import named_shards
 from megatron_longstraw.mcore.policy import Policy
 
 
@@ -196,3 +197,9 @@ def gradients_finite(policy: Policy) -> bool:
             finite *= torch.isfinite(parameter.main_grad).all()
     dist.all_reduce(finite, op=dist.ReduceOp.MIN)
     return bool(finite)
+
+
+def nonfinite_gradients(policy: Policy) -> list[str]:
+    """Names, in the whole model, of this rank's parameters whose gradient is not finite."""
+    shards = named_shards(policy.chunks, policy.config.model)
+    return [shard.name for shard, parameter in shards if not torch.isfinite(parameter.main_grad).all()]

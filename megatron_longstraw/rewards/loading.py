@@ -11,7 +11,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import numbers
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Callable, Sequence
 
 import numpy as np
@@ -71,13 +73,22 @@ def load_function(spec: str, flag: str = "--reward-function") -> Callable[..., A
     return function
 
 
+def source_of(function: Callable[..., Any]) -> bytes:
+    """What tells a user's function from another, or from an earlier version of itself: its name, and the bytes of the
+    file it stands in (of what that imports nothing)."""
+    module = getattr(function, "__module__", "")
+    name = f"{module}:{getattr(function, '__qualname__', type(function).__name__)}"
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return name.encode() + (b"" if file is None else Path(file).read_bytes())
+
+
 def score_group(
     group: PromptGroup,
     solution_strs: Sequence[str],
     reward_function: Callable[..., Any],
     error_policy: str = "fail",
 ) -> RewardReport:
-    """Set `reward` and `rewards` of every branch of a group, replacing what was there.
+    """Set `reward`, `rewards` and `reward_failed` of every branch of a group, replacing what was there.
 
     An empty response is not scored (None). When the function raises or returns no usable number, error_policy
     decides: "fail" raises and leaves the group as it was, "zero" rewards 0.0, "skip" gives no score.
@@ -102,23 +113,24 @@ def score_group(
     for i, (branch, solution_str) in enumerate(zip(group.branches, solution_strs)):
         if branch.num_tokens == 0:
             report.empty += 1
-            rewards.append((None, {}))
+            rewards.append((None, {}, False))
             continue
         result, error = _call(reward_function, group, solution_str)
         value = result.get("score", _MISSING) if isinstance(result, dict) else result
         reward = _as_number(value)
-        if error is None and value is None:
+        failed = error is not None or value is not None and reward is None
+        if not failed and value is None:
             report.abstained += 1
-        elif error is None and reward is not None:
+        elif not failed:
             report.scored += 1
         elif error_policy == "fail":
             raise RewardError(_describe_failure(group, i, result, error)) from error
         else:
             report.failed += 1
             reward, result = (0.0 if error_policy == "zero" else None), None
-        rewards.append((reward, _other_numbers(result)))
-    for branch, (reward, others) in zip(group.branches, rewards):
-        branch.reward, branch.rewards = reward, others
+        rewards.append((reward, _other_numbers(result), failed))
+    for branch, values in zip(group.branches, rewards):
+        branch.reward, branch.rewards, branch.reward_failed = values
     return report
 
 

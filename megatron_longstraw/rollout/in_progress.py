@@ -1,9 +1,11 @@
-"""Finished groups of a step that is not: their responses go to the disk as they come, so a stop does not lose them.
+"""Finished groups of a step that is not: their scored responses go to the disk as they come, so a stop loses none.
 
     SAVE/in_progress/step_0000012-1f0c.../9b2e....jsonl      one group, in the format of rollout files
 
-A folder belongs to one step under one set of weights and one layout; under another it is not found, and the groups are
-sampled again (to the same tokens, because each is keyed by what it is).
+A folder belongs to one step under one set of weights, layout, way of sampling and reward function; under another it is
+not found, and the groups are sampled again (each is keyed by what it is) and scored again. A group that is found is not
+scored again: a reward function that draws from a global random generator then draws less than in a run that was not
+killed.
 """
 from __future__ import annotations
 
@@ -24,18 +26,23 @@ FOLDER = "in_progress"
 
 
 class FinishedGroups:
-    """Responses of the current step's groups on the disk."""
+    """Responses of the current step's groups on the disk, with log-probs and rewards."""
 
     def __init__(self, policy: Policy, save: str | Path):
         self.policy, self.root = policy, Path(save) / FOLDER
         self.folder: Path | None = None
 
-    def begin(self, step: int) -> None:
-        """Start a step: what others left is removed. A call of all ranks."""
-        checksums: list[int] = [0] * dist.get_world_size()
-        dist.all_gather_object(checksums, self.policy.checksum())
-        weights = hashlib.sha256(repr(checksums).encode()).hexdigest()[:12]
-        self.folder = self.root / f"step_{step:07d}-{weights}"
+    def begin(self, step: int, scoring: str) -> None:
+        """Start a step: what others left is removed. A call of all ranks.
+
+        Args:
+            scoring: the identity of what gives the rewards.
+        """
+        config = self.policy.config
+        parts: list[tuple] = [()] * dist.get_world_size()
+        dist.all_gather_object(parts, (self.policy.checksum(), scoring))
+        key = hashlib.sha256(repr((parts, config.rollout, config.run.seed)).encode()).hexdigest()[:12]
+        self.folder = self.root / f"step_{step:07d}-{key}"
         if dist.get_rank() == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for other in self.root.iterdir():
@@ -44,7 +51,7 @@ class FinishedGroups:
         dist.barrier()
 
     def load(self, step: int, batch: PromptBatch | None) -> bool:
-        """Fill a batch with the responses it had, alike on all ranks of the replica; False if any group has none."""
+        """Fill a batch with the scored responses it had, alike on all ranks of the replica; False if any group has none."""
         if batch is None:
             return False
         paths = [self._path(group) for group in batch.groups]
@@ -53,12 +60,10 @@ class FinishedGroups:
         for group, path in zip(batch.groups, paths):
             (saved,) = RolloutReader(path, self.policy.config.data.max_row_bytes).prompts(step, 1)
             group.branches = saved.branches
-            for branch in group.branches:
-                branch.reward, branch.rewards = None, {}
         return True
 
     def keep(self, step: int, batch: PromptBatch | None) -> None:
-        """Write the responses of a batch."""
+        """Write the scored responses of a batch."""
         if batch is None or not self.policy.layout.is_cell_leader:
             return
         for group in batch.groups:

@@ -1,6 +1,7 @@
 """Scoring a replica's responses: one rank calls the user's function, the others receive its answers."""
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Callable
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.objectives.metrics import MetricSums
-from megatron_longstraw.rewards.loading import RewardError, RewardReport, score_group
+from megatron_longstraw.rewards.loading import RewardError, RewardReport, score_group, source_of
 from megatron_longstraw.types import Branch, PromptGroup
 
 
@@ -17,9 +18,11 @@ class Scorer:
 
     def __init__(self, reward_function: Callable[..., Any], error_policy: str, render: Callable[[np.ndarray], str]):
         self.reward_function, self.error_policy, self.render = reward_function, error_policy, render
+        self.identity = hashlib.sha256(source_of(reward_function) + error_policy.encode()).hexdigest()
+        """Equal for scorers that give equal rewards, as far as that can be told."""
 
-    def score(self, layout: Layout, groups: list[PromptGroup]) -> MetricSums:
-        """Set the reward of every branch, alike on all ranks of the replica, and return this replica's metrics.
+    def score(self, layout: Layout, groups: list[PromptGroup]) -> None:
+        """Set the reward of every branch, alike on all ranks of the replica.
 
         Raises:
             RewardError: the function failed and the policy is "fail" (on every rank of the replica).
@@ -28,35 +31,30 @@ class Scorer:
         failure = None
         if layout.is_cell_leader:
             try:
-                report = self._score_here(groups)
-                rewards = [[(branch.reward, branch.rewards) for branch in group.branches] for group in groups]
-                answer = [(report, rewards)]
+                self._score_here(groups)
+                answer = [[(b.reward, b.rewards, b.reward_failed) for group in groups for b in group.branches]]
             except RewardError as error:
                 failure, answer = error, [str(error)]
         leader = dist.get_process_group_ranks(layout.cell)[0]
         dist.broadcast_object_list(answer, src=leader, group=layout.cell)
         if isinstance(answer[0], str):
             raise failure or RewardError(answer[0])
-        report, rewards = answer[0]
-        for group, values in zip(groups, rewards):
-            for branch, (reward, others) in zip(group.branches, values):
-                branch.reward, branch.rewards = reward, others
-        return rollout_metrics(groups, report)
+        for branch, values in zip((branch for group in groups for branch in group.branches), answer[0]):
+            branch.reward, branch.rewards, branch.reward_failed = values
 
-    def _score_here(self, groups: list[PromptGroup]) -> RewardReport:
-        report = RewardReport()
+    def _score_here(self, groups: list[PromptGroup]) -> None:
         for group in groups:
             texts = [self.render(branch.response_ids) for branch in group.branches]
-            report = report + score_group(group, texts, self.reward_function, self.error_policy)
-        return report
+            score_group(group, texts, self.reward_function, self.error_policy)
 
 
-def given_report(groups: list[PromptGroup]) -> RewardReport:
-    """The report of responses whose rewards were given along with them."""
+def report_of(groups: list[PromptGroup]) -> RewardReport:
+    """What happened to responses when they were scored, in this run or in the one that they were kept from."""
     branches = [branch for group in groups for branch in group.branches]
     empty = sum(branch.num_tokens == 0 for branch in branches)
-    abstained = sum(branch.reward is None and branch.num_tokens > 0 for branch in branches)
-    return RewardReport(scored=len(branches) - empty - abstained, abstained=abstained, empty=empty)
+    failed = sum(branch.reward_failed for branch in branches)
+    abstained = sum(b.reward is None and b.num_tokens > 0 and not b.reward_failed for b in branches)
+    return RewardReport(len(branches) - empty - failed - abstained, abstained, failed, empty)
 
 
 def rollout_metrics(groups: list[PromptGroup], report: RewardReport) -> MetricSums:

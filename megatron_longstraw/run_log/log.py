@@ -57,7 +57,7 @@ class RunLog:
         self.progress = ProgressDisplay(self.say, config.logging.progress_interval_s, sys.stderr)
         self.progress.quiet(self._title(first_step))
         if config.logging.wandb_project is not None:
-            wandb = WandB(config)
+            wandb = WandB(config, first_step)
             self._sinks.append(wandb)
             self.say(f"wandb      {wandb.where}")
 

@@ -11,6 +11,8 @@ import orjson
 from megatron_longstraw.config import SECTIONS, Config, ConfigError, to_toml
 
 STEP = "training/global_step"
+WANDB_RUN = "wandb_run.json"
+"""{project, id} of the run folder's run of Weights & Biases."""
 
 
 class JsonLines:
@@ -19,9 +21,7 @@ class JsonLines:
     def __init__(self, path: Path, first_step: int):
         """Keeps the lines of steps before `first_step`, and begins anew where there are none."""
         kept = read_metrics(path)[0] if first_step and path.exists() else []
-        partial = path.with_suffix(".partial")  # killed here, the old file is whole
-        partial.write_bytes(b"".join(_line(row) for row in kept if row[STEP] < first_step))
-        partial.replace(path)
+        _replace(path, b"".join(_line(row) for row in kept if row[STEP] < first_step))
         self._file = path.open("ab")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
@@ -30,6 +30,12 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _replace(path: Path, data: bytes) -> None:
+    partial = path.with_suffix(".partial")  # killed here, the old file is whole
+    partial.write_bytes(data)
+    partial.replace(path)
 
 
 def _line(row: dict) -> bytes:
@@ -80,13 +86,20 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of Weights & Biases (--wandb-project); `where` says where to see it. Prints nothing itself."""
+    """A run of Weights & Biases (--wandb-project); `where` says where to see it. Prints nothing itself.
 
-    def __init__(self, config: Config):
+    Its id is kept in the run folder (`WANDB_RUN`). A run that goes on from a checkpoint goes on with that id, and a
+    step that was logged before keeps its first values there.
+    """
+
+    def __init__(self, config: Config, first_step: int):
         """Raises:
         ConfigError: wandb cannot start the run.
         """
         wandb, logging = _wandb(), config.logging
+        file = Path(config.run.run_dir) / WANDB_RUN
+        known = orjson.loads(file.read_bytes()) if first_step and file.exists() else {}
+        goes_on = known.get("project") == logging.wandb_project
         folder = Path(logging.wandb_save_dir or config.run.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         settings = wandb.Settings(
@@ -99,6 +112,8 @@ class WandB:
             self._run = wandb.init(
                 project=logging.wandb_project,
                 name=logging.wandb_exp_name or Path(config.run.run_dir).name,
+                id=known["id"] if goes_on else None,
+                resume="allow" if goes_on else None,
                 dir=str(folder),
                 config={section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS},
                 settings=settings,
@@ -108,6 +123,7 @@ class WandB:
                 f"--wandb-project {logging.wandb_project}: wandb cannot start a run ({error}); "
                 "WANDB_MODE=offline in the environment keeps it on this machine"
             ]) from None  # fmt: skip
+        _replace(file, orjson.dumps({"project": logging.wandb_project, "id": self._run.id}))
         offline = self._run.offline
         self.where = f"wandb sync {Path(self._run.dir).parent}" if offline else self._run.url
 

@@ -1,37 +1,113 @@
 """Ranks that disagree, hang or wait too long."""
+import json
+import os
+import re
+import shutil
 import subprocess
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_longstraw.agreement import check_ranks_agree
+from megatron_longstraw.agreement import PACKAGE, check_ranks_agree
 from megatron_longstraw.config import ConfigError, load_config
 from megatron_longstraw.mcore import parallel
+from megatron_longstraw.train import TrainingStopped, run
 from tests.distributed.launch import run_ranks
 from tests.helpers import TINY, random_groups
 
 
-def disagree(rank, options, seed):
+def disagree(rank, options, seed, function):
     """What each rank is told about the others."""
     config = load_config(overrides=TINY | (options if rank else {}))
     try:
-        check_ranks_agree(config, random_groups(2, 10, [], seed=seed if rank else 0))
+        check_ranks_agree(config, random_groups(2, 10, [], seed=seed if rank else 0), [function if rank else b""])
     except ConfigError as error:
         return error.problems
     return []
 
 
 @pytest.mark.parametrize(
-    ("options", "seed", "words"),
-    [({}, 0, []), ({"lr": 0.5}, 0, ["rank 1 has other configuration"]), ({}, 3, ["rank 1 has other prompts"])],
+    ("options", "seed", "function", "words"),
+    [
+        ({}, 0, b"", []),
+        ({"lr": 0.5}, 0, b"", ["rank 1 has other configuration"]),
+        ({}, 3, b"", ["rank 1 has other prompts"]),
+        ({}, 0, b"def score(): ...", ["rank 1 has other functions"]),
+    ],
 )
-def test_ranks_that_disagree_are_found_at_the_start(options, seed, words):
-    for problems in run_ranks(disagree, 2, options, seed):
+def test_ranks_that_disagree_are_found_at_the_start(options, seed, function, words):
+    for problems in run_ranks(disagree, 2, options, seed, function):
         assert len(problems) == len(words) and all(word in problem for word, problem in zip(words, problems))
+
+
+OTHER_CODE = """
+import sys
+import torch.distributed as dist
+from megatron_longstraw.agreement import check_ranks_agree
+from megatron_longstraw.config import ConfigError, load_config
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
+try:
+    check_ranks_agree(load_config(), [])
+except ConfigError as error:
+    print(error, flush=True)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("changed", [True, False])
+def test_another_version_of_the_package_is_found_at_the_start(changed, tmp_path):
+    """A copy of the package with one line changed, as of a node that was not updated."""
+    shutil.copytree(PACKAGE, tmp_path / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    if changed:
+        with (tmp_path / PACKAGE.name / "objectives/advantages.py").open("a") as file:
+            file.write("# another version\n")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", OTHER_CODE, tmp_path / "meeting", str(rank)],
+            cwd=path, env=os.environ | {"PYTHONPATH": str(path)}, stdout=subprocess.PIPE, text=True,
+        )
+        for rank, path in enumerate((PACKAGE.parent, tmp_path))
+    ]  # fmt: skip
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=120)
+        assert rank.returncode == 0
+        assert ("rank 1 has other code than rank 0; install the same version" in output) == changed
+        assert output.count("has other") == changed
+
+
+def not_finite(rank, folder, options):
+    """What a run stops with, and what the run of its kept step stops with."""
+    from tests.integration import test_nonfinite as case
+
+    own = dict(prompt_function=f"{case.__name__}:task", reward_function=f"{case.__name__}:reward", run_dir=f"{folder}/run")
+    own |= dict(norm_adv_by_std_in_grpo=False, nonfinite_policy="stop", train_iters=3, save=f"{folder}/save", save_interval=1)
+    kept = Path(folder) / "run/nonfinite_step_000002"
+    messages = []
+    for config in (lambda: load_config(overrides=TINY | own | options), lambda: load_config([kept / "config.toml"])):
+        with pytest.raises(TrainingStopped) as error:
+            run(config())
+        messages.append(str(error.value))
+    return messages
+
+
+@pytest.mark.parametrize("layout", [dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2), {}], ids=["tp2", "pp2", "dp2"])
+def test_a_step_that_is_not_finite_is_kept_of_all_ranks(layout, tmp_path):
+    first, second = run_ranks(not_finite, 2, str(tmp_path), layout)
+    assert first == second
+    kept = tmp_path / "run/nonfinite_step_000002"
+    found, again = (json.loads((f / "report.json").read_text()) for f in (kept, kept / "replay/nonfinite_step_000000"))
+    assert (found["gradients"], found["tables"]) == (again["gradients"], again["tables"])
+    assert {"decoder.layers.0.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight"} <= set(found["gradients"])
+    rows = [json.loads(line) for line in (kept / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["group_id"] for row in rows] == [0] * TINY["group_size"] + [1] * TINY["group_size"]
+    replay = (kept / "replay.sh").read_text().splitlines()[-1]
+    assert "-m megatron_longstraw.agent --standalone --nproc-per-node=2 -m megatron_longstraw.train --config" in replay
 
 
 def wait_for_a_late_rank(rank, late_s):
@@ -78,3 +154,48 @@ def test_a_process_without_progress_ends_and_shows_where():
     done = subprocess.run([sys.executable, "-c", HANG], capture_output=True, text=True, timeout=30)
     assert done.returncode == 1 and done.stdout == "still here\n"
     assert "where_it_hangs" in done.stderr and "Timeout" in done.stderr
+
+
+SLEEPY = """
+import os, time
+import numpy as np
+from megatron_longstraw import PromptGroup
+
+class Prompts:
+    def prompts(self, step, num_prompts):
+        return [PromptGroup(np.arange(20), group_id=number) for number in range(num_prompts)]
+
+    def render(self, ids):
+        return ""
+
+def task(config):
+    return Prompts()
+
+def score(**_):
+    server_that_does_not_answer()
+
+def server_that_does_not_answer():
+    time.sleep(3600)
+"""
+
+
+def test_a_reward_function_that_never_answers_ends_with_the_stacks_of_all_ranks(tmp_path):
+    """Rank 0 is in the user's function, rank 1 waits for what comes out of it."""
+    (tmp_path / "sleepy.py").write_text(SLEEPY)
+    options = TINY | dict(
+        prompt_function="sleepy:task", reward_function="sleepy:score", run_dir="run", context_parallel_size=2,
+        distributed_timeout_minutes=0.25, train_batch_size=1,
+    )  # fmt: skip
+    flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    begin = time.monotonic()
+    done = subprocess.run(
+        [*torchrun, "-m", "megatron_longstraw.train", *flags],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{PACKAGE.parent}:{tmp_path}"}, capture_output=True, text=True,
+        timeout=240,
+    )  # fmt: skip
+    assert done.returncode != 0 and time.monotonic() - begin < 200
+    sleeping = done.stderr.partition("Timeout (0:00:20)!")[2]
+    assert 'sleepy.py", line 20 in server_that_does_not_answer' in sleeping, done.stderr[-6000:]
+    waiting, _, reason = done.stderr.partition("RuntimeError: ")
+    assert re.search(r'rollout/scoring\.py", line \d+, in score', waiting) and "imed out" in reason.splitlines()[0]

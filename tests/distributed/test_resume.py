@@ -1,7 +1,11 @@
 """A run that stops and goes on is the run that never stopped."""
 import pytest
 
+from megatron_longstraw.algorithm import RLStep
+from megatron_longstraw.rollout.in_progress import FinishedGroups
+from megatron_longstraw.rollout.scoring import Scorer
 from tests.distributed.launch import run_ranks
+from tests.helpers import random_groups, tiny_trainer
 from tests.training_runs import score, train
 
 LAYOUTS = {
@@ -56,3 +60,62 @@ def test_going_on_under_another_layout(change, tmp_path):
         for name in ("actor/grad_norm", "actor/lr"):  # the others are of this rank's prompts
             value = values[name]
             assert value == pytest.approx(straight["history"][2 + step][name], rel=1e-4, abs=1e-6), (step, name)
+
+
+class Failure(Exception):
+    pass
+
+
+class FailsAtTheSecond(FinishedGroups):
+    """Keeps one batch, and fails where it should keep the next."""
+
+    num_kept = 0
+
+    def keep(self, step, batch):
+        self.num_kept += 1
+        if self.num_kept == 2:
+            raise Failure
+        super().keep(step, batch)
+
+
+def fail_and_go_on(rank: int, folder: str, options: dict):
+    """Calls of the reward function before and after a failure in the middle of a step; the rewards and metrics then, and
+    those of a step that never failed."""
+    calls = []
+
+    def reward(solution_str, **_):
+        calls.append(solution_str)
+        if len(solution_str) % 3 == 1:
+            raise KeyError(solution_str)
+        return {"score": len(solution_str) % 4 or None, "first": ord(solution_str[0])}
+
+    def step_with(kept):
+        scorer = Scorer(reward, "skip", lambda ids: "".join(chr(97 + token) for token in ids if token % 3))
+        return RLStep(policy, optimizer, scorer, finished=kept)
+
+    def run(step):
+        groups = random_groups(4, [30, 20, 25, 15], [])
+        report = step.run(3, groups)
+        return [[(b.reward, b.rewards) for b in group.branches] for group in report.groups], report.metrics.to_means()
+
+    policy, optimizer = tiny_trainer(**options)
+    with pytest.raises(Failure):
+        run(step_with(FailsAtTheSecond(policy, folder)))
+    before = len(calls)
+    again = run(step_with(FinishedGroups(policy, folder)))
+    after = len(calls) - before
+    policy, optimizer = tiny_trainer(**options)
+    return before, after, again, run(step_with(None))
+
+
+@pytest.mark.parametrize("layout", [dict(context_parallel_size=2), dict(tensor_model_parallel_size=2), {}], ids=["cp2", "tp2", "dp2"])
+def test_what_was_scored_before_a_failure_is_not_scored_again(layout, tmp_path):
+    """One rank of a replica scores; all of them take what was kept, and end up with the same metrics."""
+    ranks = run_ranks(fail_and_go_on, 2, str(tmp_path), layout)
+    batches = 4 if layout else 2
+    for rank, (before, after, again, straight) in enumerate(ranks):
+        scores_here = rank == 0 or not layout
+        assert (before, after) == ((2 * 4, (batches - 1) * 4) if scores_here else (0, 0))
+        assert again == straight and again[1]["reward/failed"] > 0 and "reward/first" in again[1]
+    if layout:
+        assert ranks[0][2] == ranks[1][2]

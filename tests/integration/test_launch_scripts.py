@@ -181,4 +181,8 @@ def test_bash_ends_with_one_message_before_any_rank_starts(flags, message, check
 def test_torchrun_shows_a_wrong_flag_once(tmp_path):
     code, stdout, stderr = finish(start(torchrun("--trian-iters", "3"), tmp_path))
     assert code != 0 and stdout == ""
-    assert stderr.count("unknown flag --trian-iters; did you mean --train-iters?") == 1, stderr
+    message = "ConfigError: the configuration has 1 problem:\n  - unknown flag --trian-iters; did you mean --train-iters?\n"
+    said, _, summary = stderr.partition("FAILED\n")
+    assert stderr.startswith(message) and said.count("unknown flag") == 1, stderr
+    assert "traceback : ConfigError: the configuration has 1 problem:" in summary and summary.count("unknown flag") == 1
+    assert "To enable traceback" not in stderr

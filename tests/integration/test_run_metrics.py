@@ -137,18 +137,21 @@ def test_a_step_tells_its_phases(tmp_path):
 
 
 KEY = "0123456789abcdef" * 2 + "01234567"
+SECRETS = {"WANDB_API_KEY": KEY} | {
+    name: f"secret-of-{name}" for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY")
+}
 
 
 def test_wandb_offline_gets_the_metrics_and_no_key_reaches_a_file(tmp_path):
     flags = {name: value for name, value in RUN.items()} | {
-        "run_dir": "run", "wandb_project": "straws", "wandb_exp_name": "first",
+        "run_dir": "run", "wandb_project": "straws", "wandb_exp_name": "first", "save": "save",
     }  # fmt: skip
     argv = [text for name, value in flags.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     path = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "megatron_longstraw.train", *argv],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "WANDB_ERROR_REPORTING": "false"},
+        env={**os.environ, "PYTHONPATH": path, "WANDB_MODE": "offline", "WANDB_ERROR_REPORTING": "false", **SECRETS},
         capture_output=True,
         text=True,
         timeout=600,
@@ -162,6 +165,13 @@ def test_wandb_offline_gets_the_metrics_and_no_key_reaches_a_file(tmp_path):
         for name in ("timing_s/capture", "actor/grad_norm", "actor/entropy"):
             assert repr(row[name]).encode() in sent, name
     assert b"straws" in sent and b"first" in sent and b"prefix_chunk_tokens" in sent
+    report = subprocess.run(
+        [sys.executable, ROOT / "tools/report.py", "run"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": path, **SECRETS},
+    )  # fmt: skip
+    assert report.returncode == 0 and (tmp_path / "run/report.html").exists(), report.stderr
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    leaks = [path for path in files if KEY.encode() in path.read_bytes()]
-    assert len(files) > 5 and leaks == [] and KEY not in done.stdout + done.stderr
+    screen = done.stdout + done.stderr + report.stdout + report.stderr
+    assert len(files) > 6
+    for secret in SECRETS.values():
+        assert [path for path in files if secret.encode() in path.read_bytes()] == [] and secret not in screen

@@ -1,5 +1,6 @@
 """Stopping on request between two calls, and the runs that go on from it, through the program's own entry."""
 import json
+import os
 import signal
 
 import pytest
@@ -12,8 +13,9 @@ from megatron_longstraw.rollout import generate
 from tests.helpers import TINY, random_groups
 
 OPTIONS = TINY | dict(
-    prompt_function=f"{__name__}:prompts", reward_function=f"{__name__}:reward", train_iters=4, train_batch_size=3
-)
+    prompt_function=f"{__name__}:prompts", reward_function=f"{__name__}:reward", train_iters=4, train_batch_size=3,
+    reward_error_policy="skip",
+)  # fmt: skip
 
 
 class Prompts:
@@ -29,7 +31,14 @@ def prompts(config):
 
 
 def reward(data_source, solution_str, ground_truth, extra_info):
-    return solution_str.count("a") + 0.1 * solution_str.count("b")
+    """A score with another number, none, or an error; each call leaves a line in the file that SCORED names."""
+    if "SCORED" in os.environ:
+        with open(os.environ["SCORED"], "a") as file:
+            file.write(solution_str + "\n")
+    if solution_str.endswith("c"):
+        raise ValueError("no c at the end")
+    score = solution_str.count("a") + 0.1 * solution_str.count("b")
+    return {"score": None if solution_str.endswith("d") else score, "length": len(solution_str)}
 
 
 def run(tmp_path, **options):
@@ -101,6 +110,50 @@ def test_finished_groups_are_not_sampled_again(straight, tmp_path, monkeypatch):
     assert run(tmp_path) == straight
 
     assert sum(batch is None for batch in sampled) == 2, "two of the second step's three prompts were kept"
+
+
+@pytest.mark.parametrize("how", ["signal", "failure"])
+def test_no_response_is_scored_twice(how, straight, tmp_path, monkeypatch):
+    """Stopped in the second step with a checkpoint of there and then, or failed there and back to that of the first."""
+    from megatron_longstraw import algorithm
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError
+
+    monkeypatch.setenv("SCORED", str(tmp_path / "scored"))
+    with monkeypatch.context() as patch:
+        if how == "signal":
+            stop_at(patch, algorithm, "generate", 5)
+        else:
+            patch.setattr(algorithm.FinishedGroups, "keep", nth_call(6, algorithm.FinishedGroups.keep, fail))
+        with pytest.raises((Interrupted, ZeroDivisionError)):
+            run(tmp_path, save_interval=1)
+    before = (tmp_path / "scored").read_text().splitlines()
+    assert len(before) == (5 if how == "signal" else 6) * TINY["group_size"]
+    assert run(tmp_path, save_interval=1) == straight
+    after = (tmp_path / "scored").read_text().splitlines()
+    # What failed was the keeping of the sixth group, which is the one that is scored again.
+    assert len(after) == (4 * 3 + (how == "failure")) * TINY["group_size"]
+    assert {name for row in straight for name in row} >= {"reward/length", "reward/failed", "reward/abstained"}
+    assert sum(row["reward/failed"] for row in straight) > 0 < sum(row["reward/abstained"] for row in straight)
+
+
+def test_another_reward_function_scores_anew(tmp_path, monkeypatch):
+    from megatron_longstraw import algorithm
+
+    monkeypatch.setenv("SCORED", str(tmp_path / "scored"))
+    with monkeypatch.context() as patch:
+        stop_at(patch, algorithm, "generate", 5)
+        with pytest.raises(Interrupted):
+            run(tmp_path)
+    run(tmp_path, train_iters=2, reward_error_policy="zero")
+    assert len((tmp_path / "scored").read_text().splitlines()) == (5 + 3) * TINY["group_size"]
+
+
+def nth_call(number, original, instead):
+    """A function that becomes another one at its `number`-th call."""
+    calls = []
+    return lambda *args, **kwargs: (instead if calls.append(1) or len(calls) == number else original)(*args, **kwargs)
 
 
 def test_checkpoints_that_are_kept(tmp_path):

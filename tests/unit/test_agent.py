@@ -46,6 +46,32 @@ time.sleep(60)
 """
 
 
+FAILS = """
+import os, signal, sys
+from megatron_longstraw.user_errors import report
+
+if sys.argv[1] == "killed":
+    os.kill(os.getpid(), signal.SIGKILL)
+report(ValueError("the reason"))
+sys.exit(1)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("why", ["said", "killed"])
+def test_what_a_rank_has_said_is_not_followed_by_more(why, tmp_path):
+    """Of a rank that could say nothing, torchrun tells what became of it."""
+    (tmp_path / "rank.py").write_text(FAILS)
+    command = [sys.executable, "-m", "megatron_longstraw.agent", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, tmp_path / "rank.py", why], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.count("the reason") == (why == "said") and ("Traceback" in done.stderr) == (why == "killed"), done.stderr
+    assert ("Signal 9 (SIGKILL) received" in done.stderr) == (why == "killed")
+
+
 def wait_until(done):
     deadline = time.monotonic() + 60
     while not done():

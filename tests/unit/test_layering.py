@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / NAME
 BASE = ("config", "types", "metering", "interruption", "watchdog", "user_errors", "agent")
 """Import nothing of the package."""
 SPINE = (
-    "attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "sources", "api", "train",
+    "attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "nonfinite", "sources", "api", "train",
     "launch",
 )  # fmt: skip
 """Each may import those before it, and BASE."""
@@ -34,6 +34,12 @@ RUN_CODE = (
     "numpy.load", "np.load", "pandas.read_pickle", "pd.read_pickle", "eval", "exec", "compile",
 )  # fmt: skip
 """Modules and functions that run what a file says."""
+HTTP = (
+    "urllib.request", "urllib3", "http", "requests", "httpx", "aiohttp", "httplib2", "pycurl", "websocket", "websockets",
+    "tornado", "grpc", "xmlrpc", "ftplib", "huggingface_hub",
+)  # fmt: skip
+"""Nothing here speaks to servers. What ever does needs certificates checked and tokens kept out of logs, and one place
+where both are tested."""
 MAY_CATCH_EVERYTHING = ("rewards/loading.py", "data/tokenizers.py")
 """A user's reward function may raise anything, and a library may raise bare Exception; the line must say so in a
 comment."""
@@ -93,8 +99,10 @@ def violations(package):
                 found.append(f"{where}:{line}: megatron outside mcore/")
             if root in ("torch", "megatron") and own in WITHOUT_TORCH:
                 found.append(f"{where}:{line}: {own} imports {root}")
-            if any(module == name or module.startswith(name + ".") for name in FORBIDDEN):
+            if within(module, FORBIDDEN):
                 found.append(f"{where}:{line}: {module} is not available everywhere")
+            if within(module, HTTP):
+                found.append(f"{where}:{line}: {module} speaks to servers")
         found += swallowed_errors(path, where)
         if own in UNTRUSTED:
             found += runs_code_of_files(path, where)
@@ -117,6 +125,10 @@ def dotted(node):
     while isinstance(node, ast.Attribute):
         node = node.value
     return isinstance(node, ast.Name)
+
+
+def within(module, names):
+    return any(module == name or module.startswith(name + ".") for name in names)
 
 
 def swallowed_errors(path, where):
@@ -189,6 +201,13 @@ PLANTED = {
         "megatron.training.get_args is not available",
     ),
     "apex": ("mcore/x.py", "import apex.optimizers", "apex.optimizers is not available"),
+    "an HTTP client": ("data/x.py", "import requests", "requests speaks to servers"),
+    "an HTTP client of Python": ("rewards/x.py", "from urllib import request", "urllib.request speaks to servers"),
+    "an HTTP client by name": (
+        "rollout/x.py",
+        "def f():\n    import importlib\n    importlib.import_module('http.client')",
+        "http.client speaks to servers",
+    ),
     "torch in config": ("config/x.py", "import torch", "config imports torch"),
     "torch in types": ("types.py", "from torch import Tensor", "types imports torch"),
     "unknown module": ("helpers.py", "", "helpers has no place"),
@@ -213,6 +232,7 @@ PERMITTED = {
         "prefix/x.py",
         "from . import state\nfrom .store import PrefixStore\nfrom megatron_longstraw.prefix import y",
     ),
+    "addresses": ("data/x.py", "import socket\nfrom urllib.parse import urlparse"),
     "base": ("rewards/x.py", "from ..types import Branch"),
     "leaf from above": ("train.py", "from megatron_longstraw.objectives.metrics import MetricSums"),
     "megatron in mcore": ("mcore/x.py", "from megatron.core import parallel_state"),

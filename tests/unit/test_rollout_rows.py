@@ -12,7 +12,7 @@ from megatron_longstraw.gradients import Work, advantages_of
 from megatron_longstraw.mcore.packing import PromptBatch
 from megatron_longstraw.objectives.aggregation import count
 from megatron_longstraw.objectives.mismatch import rollout_mismatch
-from megatron_longstraw.rollout.scoring import given_report, rollout_metrics
+from megatron_longstraw.rollout.scoring import report_of, rollout_metrics
 from megatron_longstraw.types import Branch, PromptGroup, prompt_digest
 
 NO_STD = AlgorithmConfig(norm_adv_by_std_in_grpo=False)
@@ -136,7 +136,7 @@ def test_an_empty_response_is_accepted_and_counts_nothing():
     assert group.branches[0].num_tokens == 0
     advantages = advantages_of(PromptBatch([group]), AlgorithmConfig())
     assert (0, 0) not in advantages and sum(advantages.values()) == pytest.approx(0.0)
-    metrics = rollout_metrics([group], given_report([group])).to_means()
+    metrics = rollout_metrics([group], report_of([group])).to_means()
     assert metrics["critic/score/mean"] == pytest.approx(2 / 3) and metrics["reward/empty"] == 1
     assert metrics["response_length/mean"] == 15 / 4
 
@@ -205,7 +205,7 @@ def test_a_trajectory_in_several_rows_counts_once():
     group = group_of(part, part | {"response_ids": []}, part, other)
     advantages = advantages_of(PromptBatch([group]), NO_STD)
     assert advantages == {(0, 0): 0.5, (0, 2): 0.5, (0, 3): -0.5}
-    metrics = rollout_metrics([group], given_report([group])).to_means()
+    metrics = rollout_metrics([group], report_of([group])).to_means()
     assert metrics["critic/score/mean"] == 0.5 and metrics["frac_reward_zero_std"] == 0
     with pytest.raises(RowError, match="branch 1: reward is 0.0, in the first row of trajectory 'a' 1.0"):
         group_of({"trajectory": "a"}, {"trajectory": "a", "reward": 0.0})

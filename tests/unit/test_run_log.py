@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 
@@ -126,3 +127,32 @@ def test_without_a_key_the_ways_out_are_named(tmp_path):
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL
     )
     assert "ConfigError" in done.stderr and "WANDB_API_KEY or WANDB_MODE=offline" in done.stderr
+
+
+GO_ON = """
+import json, sys
+from pathlib import Path
+from megatron_longstraw.config import load_config
+from megatron_longstraw.run_log import RunLog
+
+folder = sys.argv[1]
+for project, first_step in (("straws", 0), ("straws", 1), ("other", 1), ("other", 0)):
+    log = RunLog(load_config(overrides={"run_dir": folder, "train_iters": 5, "wandb_project": project}), True, first_step)
+    for step in (first_step, first_step + 1):
+        log.step(step, {"critic/score/mean": 0.5, "timing_s/step": 2.0, "perf/total_num_tokens": 3.0}, [])
+    log.close()
+    print("id", json.loads((Path(folder) / "wandb_run.json").read_text())["id"])
+"""
+
+
+def test_a_resumed_run_goes_on_with_its_run_of_wandb(tmp_path):
+    """Another project, or a run from the beginning in an old folder, is a new one."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "WANDB_MODE": "offline"}
+    done = subprocess.run(
+        [sys.executable, "-c", GO_ON, tmp_path], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    first, again, other, new = (line.removeprefix("id ") for line in done.stdout.splitlines() if line.startswith("id "))
+    assert first == again and len({first, other, new}) == 3
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}*"))) == 2, "which `wandb sync` joins by their id"
+    assert "resume" not in done.stderr

@@ -121,3 +121,41 @@ def test_rank_0_speaks_first_and_others_only_if_it_does_not(monkeypatch, capsys)
     monkeypatch.setenv("RANK", "3")
     user_errors.report(ValueError("the reason"))
     assert (capsys.readouterr().err, waits) == ("rank 3: ValueError: the reason\n", [user_errors.PATIENCE_S])
+
+
+def test_torchrun_is_told_the_message(monkeypatch, tmp_path):
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    user_errors.report(ConfigError(["one", "two"]))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=1, error_file=str(tmp_path / "error.json"))
+    assert failure.message["message"] == f"ConfigError: {ConfigError(['one', 'two'])}"
+
+
+@pytest.mark.parametrize("message, waits", [
+    ("[pair.cc:536] Connection closed by peer [127.0.0.1]:36226", True),
+    ("[pair.cc:538] Read error [127.0.0.1]:3622: Connection reset by peer", True),
+    ("[unbound_buffer.cc:81] Timed out waiting 7000ms for recv operation to complete", False),
+    ("shape '[2]' is invalid for input of size 3", False),
+])  # fmt: skip
+def test_a_rank_that_has_lost_a_peer_leaves_the_word_to_that(message, waits, monkeypatch):
+    from megatron_longstraw.train import exit_status
+
+    slept = []
+    monkeypatch.setattr(user_errors.time, "sleep", slept.append)
+
+    def body():
+        raise RuntimeError(message)
+
+    with pytest.raises(RuntimeError):
+        exit_status(body)
+    assert bool(slept) == waits
+
+
+def test_weights_that_sample_no_number_end_in_one_line(capsys):
+    from megatron_longstraw.train import exit_status
+
+    def body():
+        raise FloatingPointError("the weights are broken, lower --lr")
+
+    assert exit_status(body) == 1 and capsys.readouterr().err == "FloatingPointError: the weights are broken, lower --lr\n"
