@@ -30,6 +30,7 @@ from megatron_longstraw.mcore.packing import (
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.schedule import CallItem, run_call
 from megatron_longstraw.prefix.microbatch import MicroBatch
+from megatron_longstraw.prefix.storage import Storage
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.types import PromptGroup
 
@@ -55,7 +56,13 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks) if walk_back else 0,
         weights_version=policy.weights_version,
         block_tokens=prefix.prefix_block_tokens,
-        keep_attention=prefix.prefix_out_tier == "device",
+        keep_attention=prefix.prefix_out_tier != "none",
+        storage=Storage(
+            kv_dtype=prefix.prefix_kv_dtype,
+            grad_dtype=prefix.prefix_grad_dtype,
+            device_bytes=prefix.prefix_device_bytes,
+            out_on_host=prefix.prefix_out_tier == "host",
+        ),
     )
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
     with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):

@@ -80,11 +80,15 @@ class RankBytes:
     optimizer: int
     """Two float32 moments, and float32 master weights where the model is bfloat16."""
     prefix_kv: int
-    """K, V of the prompts of one capture."""
+    """K, V of the prompts of one capture, on the device as all but `host_*`."""
     prefix_attention: int
     """(out, lse) of one capture's chunks that are walked back, kept from capture to the walk."""
     prefix_grad: int
-    """float32 dK, dV of one capture's tokens that are walked back."""
+    """dK, dV of one capture's tokens that are walked back."""
+    host_capture: int
+    """K, V, out and lse of one capture in host memory."""
+    host_grad: int
+    """dK, dV of one capture in host memory."""
     sampling_kv: int
     """K, V of the responses while they are sampled."""
     captures: int
@@ -99,6 +103,11 @@ class RankBytes:
         held = self.captures * (self.prefix_kv + self.prefix_attention)
         return stored + held + max(self.sampling_kv, self.prefix_grad + self.activations)
 
+    @property
+    def host(self) -> int:
+        """The most held at once in host memory."""
+        return self.captures * self.host_capture + self.host_grad
+
 
 def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
     """Of a rank of this pipeline stage; `rollout.max_prompt_length` None counts as one token (no prefix)."""
@@ -111,7 +120,9 @@ def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
         optimizer=_optimizer_bytes(config, world_size, parameters),
         **prefix,
         sampling_kv=_sampling_bytes(config, world_size),
-        captures=_num_captures(config, world_size, prefix["prefix_kv"] + prefix["prefix_attention"]),
+        captures=_num_captures(
+            config, world_size, sum(prefix[name] for name in ("prefix_kv", "prefix_attention", "host_capture"))
+        ),
         activations=_activation_bytes(config, world_size),
     )
 
@@ -122,16 +133,33 @@ def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
     model, prefix = config.model, config.prefix
     sizes = _chunk_sizes(config)
     walked_back = sizes[len(sizes) - prefix.num_chunks_walked_back(len(sizes)) :]
-    prompts, element = _prompts_per_capture(config, world_size), _element_bytes(config)
-    per_token = prompts * _kv_elements(config)
-    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    per_row = prompts * _layers(config) * heads * (model.kv_channels * element + FLOAT32)
-    keep = prefix.prefix_out_tier == "device"
+    prompts, layers = _prompts_per_capture(config, world_size), _layers(config)
+    row = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    row *= model.kv_channels * _element_bytes(config) + FLOAT32
+    attention = sum(rows for _, rows in walked_back) * prompts * layers * row
+    # Of one layer: K, V stay on the device, or not, with their gradients.
+    kv = sum(valid for valid, _ in sizes) * prompts * _stored_token_bytes(config)
+    grad = sum(valid for valid, _ in walked_back) * prompts * _kv_elements(config) // layers
+    grad *= {"fp32": FLOAT32, "bf16": 2}[prefix.prefix_grad_dtype]
+    on_device = layers
+    if prefix.prefix_device_bytes is not None and kv:
+        on_device = min(layers, prefix.prefix_device_bytes // (kv + grad))
+    on_host = layers - on_device
     return {
-        "prefix_kv": sum(valid for valid, _ in sizes) * per_token * element,
-        "prefix_attention": sum(rows for _, rows in walked_back) * per_row * keep,
-        "prefix_grad": sum(valid for valid, _ in walked_back) * per_token * FLOAT32,
+        "prefix_kv": on_device * kv,
+        "prefix_attention": attention * (prefix.prefix_out_tier == "device"),
+        "prefix_grad": on_device * grad,
+        "host_capture": on_host * kv + attention * (prefix.prefix_out_tier == "host"),
+        "host_grad": on_host * grad,
     }
+
+
+def _stored_token_bytes(config: Config) -> int:
+    """K and V of one token in one layer of a rank, as the prefix state keeps them."""
+    elements, kv_dtype = _kv_elements(config) // _layers(config), config.prefix.prefix_kv_dtype
+    if kv_dtype == "fp8":
+        return elements + elements // config.model.kv_channels * FLOAT32  # codes, and a scale per head
+    return elements * (2 if kv_dtype == "bf16" else _element_bytes(config))
 
 
 def _chunk_sizes(config: Config) -> list[tuple[int, int]]:

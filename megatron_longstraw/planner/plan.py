@@ -98,6 +98,8 @@ def _items(config: Config, most: RankBytes):
     yield "sampling", most.sampling_kv, "K, V of responses; freed before dK, dV appear"
     yield "activations", most.activations, "estimate"
     yield "most at once", most.total, "without CUDA context, communication buffers and fragmentation"
+    if most.host:
+        yield "in host memory", most.host, f"K, V, dK, dV, out, lse that leave the device{times}"
 
 
 def _bytes_per_prompt_token(config: Config, world_size: int) -> int:

@@ -93,7 +93,7 @@ def held(rank: int, cases: dict) -> dict:
             weights=tensor_bytes(parameters),
             gradients=tensor_bytes(p.main_grad for p in parameters),
             captured=captured,
-            prefix_grad=store.nbytes - captured,
+            grad=store.nbytes - captured,
             sampling_kv=RecordedDecodeState.nbytes,
         )
         store.release()
@@ -116,8 +116,9 @@ def test_planned_bytes_are_those_held(world_size):
         for cp_rank, _, found, planned in rows:
             assert (found["weights"], found["gradients"]) == (planned.weights, planned.gradients), name
             assert found["sampling_kv"] == planned.sampling_kv, name
-            of_prefix = (found["captured"], found["prefix_grad"])
-            expected = (planned.prefix_kv + planned.prefix_attention, planned.prefix_grad)
+            of_prefix = [bytes for part in ("captured", "grad") for bytes in (found[part].device, found[part].host)]
+            expected = [planned.prefix_kv + planned.prefix_attention, planned.host_capture]
+            expected += [planned.prefix_grad, planned.host_grad]
             assert of_prefix == expected if cp_rank == 0 else of_prefix <= expected, name
         held_by_all = sum(found["optimizer"] for _, _, found, _ in rows)
         planned_by_all = sum(planned.optimizer for _, _, _, planned in rows)
