@@ -180,12 +180,15 @@ class PrefixConfig:
         "fp32", "how the gradients of stored keys and values are summed up", choices=("fp32", "bf16")
     )
     prefix_kv_tier: str = option(
-        "device", "memory that stored keys, values and their gradients are kept in", choices=("device", "host")
+        "device",
+        "memory that stored keys, values and their gradients are kept in; what is on the host is copied block by block "
+        "at every use, each decoding step included",
+        choices=("device", "host"),
     )
     prefix_device_bytes: int | None = option(
         None,
-        "under prefix_kv_tier host, bytes per rank of each capture that stay on the device (whole layers, the first that "
-        "fit); none: no layer",
+        "under prefix_kv_tier host, bytes per rank of each capture that stay on the device: keys and values of as many "
+        "layers as fit, then gradients; none: nothing",
         minimum=0,
         is_bytes=True,
     )

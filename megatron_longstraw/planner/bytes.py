@@ -137,21 +137,25 @@ def prefix_bytes(config: Config, world_size: int) -> dict[str, int]:
     row = model.num_attention_heads // config.parallel.tensor_model_parallel_size
     row *= model.kv_channels * _element_bytes(config) + FLOAT32
     attention = sum(rows for _, rows in walked_back) * prompts * layers * row
-    # Of one layer: K, V stay on the device, or not, with their gradients.
+    # Of one layer.
     kv = sum(valid for valid, _ in sizes) * prompts * _stored_token_bytes(config)
     grad = sum(valid for valid, _ in walked_back) * prompts * _kv_elements(config) // layers
     grad *= {"fp32": FLOAT32, "bf16": 2}[prefix.prefix_grad_dtype]
-    on_device = layers
-    if prefix.prefix_device_bytes is not None and kv:
-        on_device = min(layers, prefix.prefix_device_bytes // (kv + grad))
-    on_host = layers - on_device
+    kv_device = _fitting(layers, kv, prefix.prefix_device_bytes)
+    left = None if prefix.prefix_device_bytes is None else prefix.prefix_device_bytes - kv_device
+    grad_device = _fitting(layers, grad, left)
     return {
-        "prefix_kv": on_device * kv,
+        "prefix_kv": kv_device,
         "prefix_attention": attention * (prefix.prefix_out_tier == "device"),
-        "prefix_grad": on_device * grad,
-        "host_capture": on_host * kv + attention * (prefix.prefix_out_tier == "host"),
-        "host_grad": on_host * grad,
+        "prefix_grad": grad_device,
+        "host_capture": layers * kv - kv_device + attention * (prefix.prefix_out_tier == "host"),
+        "host_grad": layers * grad - grad_device,
     }
+
+
+def _fitting(layers: int, of_layer: int, limit: int | None) -> int:
+    """Bytes of as many whole layers as fit."""
+    return layers * of_layer if limit is None or not of_layer else min(layers, limit // of_layer) * of_layer
 
 
 def _stored_token_bytes(config: Config) -> int:

@@ -77,17 +77,15 @@ class TokenState:
 
     def _allocate(self, k: Tensor, v: Tensor) -> None:
         shapes = [(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v)]
-        planes = [plane for shape in shapes for plane in self._codec.planes(shape, k.dtype)]
         grad_dtype = self._storage.gradient_dtype(k.dtype)
         self._grad_planes = [
             ((*shape[:2], self.capacity - self.grad_begin, shape[3]), grad_dtype) for shape in shapes
         ]
         self._dtype, self._device = k.dtype, k.device
-        self._on_device = self._budget.take(plane_bytes(planes + self._grad_planes))
-        self._kv = self._memory(planes)
+        self._kv = self._memory([plane for shape in shapes for plane in self._codec.planes(shape, k.dtype)])
 
     def _memory(self, planes: list[Plane], zero: bool = False) -> DeviceMemory | HostMemory:
-        if self._on_device:
+        if self._budget.take(plane_bytes(planes)):
             return DeviceMemory(planes, self._device, zero)
         return HostMemory(planes, self._device, self.block_tokens, zero)
 

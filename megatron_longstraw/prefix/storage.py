@@ -48,7 +48,8 @@ class Storage:
     grad_dtype: str = "fp32"
     """fp32 (float64 for float64 inputs) or bf16: of dK, dV, and so of the sums over their readers."""
     device_bytes: int | None = None
-    """Bytes of K, V, dK, dV that may stay on the device, layer by layer as they come; None: no limit."""
+    """Bytes of K, V, dK, dV that may stay on the device, first come, first served: K, V of whole layers, then their
+    gradients, which nothing but the backward reads. None: no limit."""
     out_on_host: bool = False
     """Kept (out, lse) wait for their backward in host memory."""
 
