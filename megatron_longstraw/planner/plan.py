@@ -103,7 +103,7 @@ def _items(config: Config, most: RankBytes):
 
 
 def _bytes_per_prompt_token(config: Config, world_size: int) -> int:
-    """Of one capture on one rank, in the middle of a long prompt."""
+    """Of one capture on one rank, host memory included, in the middle of a long prompt."""
     tokens = config.prefix.prefix_chunk_tokens * config.parallel.context_parallel_size
     shorter, longer = (
         dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_prompt_length=1 + count * tokens))
