@@ -198,8 +198,8 @@ class PrefixConfig:
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(
         None,
-        "bytes per rank, host memory included, for prefix states kept from rollout to update; none: keep all, 0: always "
-        "capture again",
+        "bytes per rank, host memory included, for prefix states kept from rollout to update; none: keep all, 0: "
+        "always capture again",
         minimum=0,
         is_bytes=True,
     )

@@ -94,8 +94,8 @@ ROUNDED = {
     "bf16": ("--prefix-kv-dtype bf16", 4e-3, 4e-3),
     "bf16 gradients": ("--prefix-grad-dtype bf16", 2.5e-3, 1e-5),
 }
-"""Options that round the prefix state, the worst parameter's error and the largest difference of a log-prob that they may
-cost in float32: twice what was measured."""
+"""Options that round the prefix state, and what they may cost in float32: the worst parameter's error and the largest
+difference of a log-prob, each twice what was measured."""
 
 MUTATIONS = {
     "ascending prefix backward": PP2,

@@ -76,7 +76,7 @@ def test_late_copies_change_no_bit(queue, kv_dtype):
 
 
 def test_the_next_block_comes_before_the_computation_waits(queue):
-    """Of three blocks of a cell each, K and V: two are on their way when the first is used, and only that is waited for."""
+    """Three blocks of a cell each, K and V: two are on their way when the first is used, which alone is waited for."""
     state = storage.HostMemory([((1, 2, 12, 8), torch.float32)] * 2, torch.device("cpu"), cell_tokens=4)
     blocks = state.blocks([(0, 4), (4, 8), (8, 12)])
     for queued, run in ((4, 2), (6, 4), (6, 6)):

@@ -187,7 +187,7 @@ def test_layers_stay_on_the_device_while_they_fit():
     rows = torch.ones(10, 1, 2, 8)
     kv, grad = (2 * tokens * 2 * 8 * 4 for tokens in (10, 6))
     for limit, kv_layers, grad_layers in (
-        (None, 3, 3), (0, 0, 0), (kv - 1, 0, 1), (kv, 1, 0), (3 * kv - 1, 2, 1), (3 * kv + 2 * grad, 3, 2), (10**9, 3, 3)
+        (None, 3, 3), (0, 0, 0), (kv - 1, 0, 1), (kv, 1, 0), (3 * kv - 1, 2, 1), (3 * kv + 2 * grad, 3, 2), (9**9, 3, 3)
     ):  # fmt: skip
         store = PrefixStore(1, plan, 2, 0, block_tokens=4, keep_attention=False, storage=Storage(device_bytes=limit))
         for number in (4, 5, 6):
