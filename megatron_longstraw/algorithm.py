@@ -19,7 +19,7 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step
+from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, has_signal, in_step, meter_state
 from megatron_longstraw.interruption import Interrupted, StopRequest
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, gradients_finite, nonfinite_gradients
@@ -27,6 +27,7 @@ from megatron_longstraw.mcore.packing import PromptBatch, batch_prompts
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
+from megatron_longstraw.prefix.storage import StoredBytes
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.rollout.scoring import Scorer, report_of, rollout_metrics
 from megatron_longstraw.rollout.generate import generate
@@ -131,7 +132,7 @@ class RLStep:
         """Capture, sample and score every prompt; the first mini-batch's stores stay for its update, budget permitting."""
         if self.scorer is None and not score_old:
             return
-        kept_bytes = 0
+        kept = StoredBytes()
         for number, work in enumerate(minibatches):
             for item in self.policy.meter.track("sample", work):
                 self.stop_if_asked()
@@ -140,10 +141,10 @@ class RLStep:
                     self._sample(step, store, item.batch)
                 if score_old:
                     item.old_logprobs, _ = score(self.policy, store, item.batch)
-                num_bytes = 0 if store is None else store.nbytes
-                self.policy.meter.peak("prefix/state_bytes", kept_bytes + num_bytes)
-                if number == 0 and self._fits(kept_bytes + num_bytes):
-                    item.store, kept_bytes = store, kept_bytes + num_bytes
+                held = kept if store is None else kept + store.nbytes
+                meter_state(self.policy, held)
+                if number == 0 and self._fits(held.total):
+                    item.store, kept = store, held
                 elif store is not None:
                     store.release()
 

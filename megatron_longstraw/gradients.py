@@ -23,6 +23,7 @@ from megatron_longstraw.objectives.aggregation import Totals, count
 from megatron_longstraw.objectives.metrics import MetricSums
 from megatron_longstraw.objectives.mismatch import rollout_mismatch
 from megatron_longstraw.objectives.policy_loss import Objective
+from megatron_longstraw.prefix.storage import StoredBytes
 from megatron_longstraw.prefix.store import PrefixStore
 
 
@@ -39,6 +40,10 @@ class Work:
     """State captured earlier under the current weights, to be used up; None: capture again."""
     tables: dict[str, Table] = field(default_factory=dict)
     """What the last update put in and got out, by what it is."""
+
+    @property
+    def store_bytes(self) -> StoredBytes:
+        return StoredBytes() if self.store is None else self.store.nbytes
 
     def branches(self):
         for prompt, group in enumerate(self.batch.groups if self.batch else ()):
@@ -75,7 +80,7 @@ def accumulate_gradients(
     check_replica_agrees(policy, work)
     totals = global_totals(policy, work)
     metrics = MetricSums()
-    kept_bytes = sum(item.store.nbytes for item in work if item.store is not None)
+    kept = sum((item.store_bytes for item in work), StoredBytes())
     policy.zero_grad()
     for item in policy.meter.track("update", work):
         between_calls()
@@ -83,12 +88,18 @@ def accumulate_gradients(
         if policy.config.prefix.schedule == "full":
             logprobs, entropy = _full_update(policy, item, weigh)
         else:
-            kept_bytes -= 0 if item.store is None else item.store.nbytes
-            logprobs, entropy = _branch_update(policy, item, weigh, kept_bytes, between_calls)
+            kept -= item.store_bytes
+            logprobs, entropy = _branch_update(policy, item, weigh, kept, between_calls)
         item.tables = {"token weights": weigh.weights, "log-probs": logprobs}
         metrics = metrics + weigh.metrics(logprobs, entropy)
     policy.finalize_gradients()
     return metrics
+
+
+def meter_state(policy: Policy, held: StoredBytes) -> None:
+    """Prefix states that are held at once."""
+    policy.meter.peak("prefix/state_bytes", held.device)
+    policy.meter.peak("prefix/host_bytes", held.host)
 
 
 def _nothing() -> None:
@@ -96,9 +107,9 @@ def _nothing() -> None:
 
 
 def _branch_update(
-    policy: Policy, item: Work, weigh: _TokenWeights, kept_bytes: int, between_calls: Callable[[], None]
+    policy: Policy, item: Work, weigh: _TokenWeights, kept: StoredBytes, between_calls: Callable[[], None]
 ) -> tuple[Table, Table]:
-    """`kept_bytes`: states of later work, which are held meanwhile."""
+    """`kept`: states of later work, which are held meanwhile."""
     store = item.store or capture(policy, item.batch)
     item.store = None
     between_calls()
@@ -107,7 +118,7 @@ def _branch_update(
     logprobs, entropy = replay(policy, store, item.batch, weigh.weights)
     between_calls()
     if store is not None:  # at its largest: the gradients of K, V have just come
-        policy.meter.peak("prefix/state_bytes", kept_bytes + store.nbytes)
+        meter_state(policy, kept + store.nbytes)
     prefix_backward(policy, store, item.batch)
     if store is not None:
         store.release()

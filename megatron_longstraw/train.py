@@ -150,7 +150,10 @@ def step_metrics(policy: Policy, report: StepReport, step_s: float) -> dict[str,
     metrics = merge(policy, report.metrics + own).to_means()
     once, dense = metrics["prefix/tokens_once"], metrics["prefix/tokens_dense"]
     metrics["prefix/saved_fraction"] = 1.0 - once / dense if dense else 0.0
-    metrics["prefix/state_bytes"], peak_bytes = largest(policy, [meter.peaks.get("prefix/state_bytes", 0), peak_memory_bytes()])
+    held = [meter.peaks.get(name, 0) for name in ("prefix/state_bytes", "prefix/host_bytes")]
+    metrics["prefix/state_bytes"], host_bytes, peak_bytes = largest(policy, [*held, peak_memory_bytes()])
+    if host_bytes:
+        metrics["prefix/host_bytes"] = host_bytes
     metrics["perf/max_memory_allocated_gb"] = peak_bytes / 2**30
     metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / step_s / dist.get_world_size()
     metrics["timing_s/step"] = step_s

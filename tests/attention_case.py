@@ -14,8 +14,10 @@ from torch import Tensor
 from megatron_longstraw.context_parallel.layout import SequenceSlice, plan_chunks, slice_sequence
 from megatron_longstraw.prefix.attention import BranchAttention
 from megatron_longstraw.prefix.microbatch import MicroBatch
+from megatron_longstraw.prefix.storage import Storage
 from megatron_longstraw.prefix.store import PrefixStore
 from tests.oracles.dense_attention import attention_after_prefix
+from tests.oracles.rounded import straight_through
 from tests.tolerances import assert_as_good_as, assert_close
 
 LAYER = 1
@@ -42,6 +44,7 @@ class AttentionCase:
     """All forwards before the first backward, as a pipeline may have it."""
     multiple: int = 1
     dtype: torch.dtype = torch.float64
+    storage: Storage = Storage()
 
     @property
     def first_token_walked_back(self) -> int:
@@ -71,16 +74,17 @@ def textbook(case: AttentionCase, dtype: torch.dtype = torch.float64) -> dict[st
     x = {name: value.to(dtype) for name, value in case.tensors().items()}
     leaves = {name: value.requires_grad_() for name, value in x.items() if not name.endswith("dout")}
     no_keys = x["prefix.k"][:0]
+    stored = [straight_through(x[f"prefix.{name}"], case.storage.kv_dtype) for name in "kv"]
     result, losses = {}, {}
     if case.prefix_tokens:
-        out, lse = attention_after_prefix(x["prefix.q"], x["prefix.k"], x["prefix.v"], no_keys, no_keys, case.scale)
+        out, lse = attention_after_prefix(x["prefix.q"], *stored, no_keys, no_keys, case.scale)
         result |= {"prefix.out": out, "prefix.lse": lse}
         # Chunks that are not walked back send nothing anywhere.
         first = case.first_token_walked_back
         losses["prefix"] = (out[first:] * x["prefix.dout"][first:]).sum()
     for i in range(len(case.packs)):
         q, k, v, dout = (x[f"pack{i}.{name}"] for name in ("q", "k", "v", "dout"))
-        out, lse = attention_after_prefix(q, k, v, x["prefix.k"], x["prefix.v"], case.scale)
+        out, lse = attention_after_prefix(q, k, v, *stored, case.scale)
         result |= {f"pack{i}.out": out, f"pack{i}.lse": lse}
         losses[f"pack{i}"] = (out * dout).sum()
     branch_losses = sum(loss for part, loss in losses.items() if part != "prefix")
@@ -122,6 +126,7 @@ class PackageRun:
             weights_version=0,
             block_tokens=case.block_tokens,
             keep_attention=case.keep_attention,
+            storage=case.storage,
         )
         self.state = self.store.layer(LAYER)
 

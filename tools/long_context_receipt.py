@@ -126,7 +126,7 @@ class Receipt:
         for size in GROUP_SIZES:
             self.measure(f"replay_{size}", lambda: logprobs.update({size: self.replayed(store, size)}))
         self.measure("prefix_backward", lambda: prefix_backward(policy, store, self.batches[GROUP_SIZES[0]]))
-        state_bytes = self.most([store.nbytes])[0]
+        state_bytes = self.most([store.nbytes.total])[0]
         policy.finalize_gradients()
         return {
             "positions": self.args.positions,

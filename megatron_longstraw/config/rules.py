@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Iterator
 
-from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig
+from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig, PrefixConfig
 from megatron_longstraw.config.settings import ConfigError
 
 
@@ -31,6 +31,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
     problems += _prefix_memory_problems(resolved)
+    problems += _storage_problems(config.prefix)
     problems += _size_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
@@ -322,6 +323,37 @@ def _budget_problems(config: Config) -> Iterator[str]:
 
 def _without_chunks(name: str, value: object) -> str:
     return _problem(f"{name} {value} with schedule full", "branch: whole sequences have no prompt chunks", "schedule", name)
+
+
+def _storage_problems(prefix: PrefixConfig) -> Iterator[str]:
+    """Options that would do nothing; of a prefix that is not resolved."""
+    stored = ("prefix_kv_dtype", "prefix_grad_dtype", "prefix_kv_tier", "prefix_device_bytes")
+    given = [name for name in stored if getattr(prefix, name) != SETTINGS[name].default]
+    given += ["prefix_out_tier"] * (prefix.prefix_out_tier == "host")
+    if prefix.schedule == "full":
+        for name in given:
+            yield _problem(
+                f"{name} {getattr(prefix, name)} with schedule full",
+                "branch: whole sequences keep nothing of a prompt",
+                name,
+                "schedule",
+            )
+        return
+    if prefix.prefix_grad == "frozen":
+        for name in (name for name in given if name in ("prefix_grad_dtype", "prefix_out_tier")):
+            yield _problem(
+                f"{name} {getattr(prefix, name)} with prefix_grad frozen",
+                "exact or last:N: without a walk back there is nothing of it to keep",
+                name,
+                "prefix_grad",
+            )
+    if prefix.prefix_device_bytes is not None and prefix.prefix_kv_tier == "device":
+        yield _problem(
+            f"prefix_device_bytes {prefix.prefix_device_bytes} with prefix_kv_tier device",
+            "host, without which all stays on the device",
+            "prefix_kv_tier",
+            "prefix_device_bytes",
+        )
 
 
 def _size_problems(config: Config) -> Iterator[str]:

@@ -168,7 +168,29 @@ class PrefixConfig:
         None,
         "where capture keeps each chunk's attention output for the walk back (none: recomputed there); "
         "unset: device, but none under frozen",
-        choices=("none", "device"),
+        choices=("none", "device", "host"),
+    )
+    prefix_kv_dtype: str | None = option(
+        None,
+        "how stored keys and values are kept, and read by the prompt and its responses alike: fp8 is e4m3 codes with a "
+        "float32 scale per token and head; unset: in the model's dtype",
+        choices=("bf16", "fp8"),
+    )
+    prefix_grad_dtype: str = option(
+        "fp32", "how the gradients of stored keys and values are summed up", choices=("fp32", "bf16")
+    )
+    prefix_kv_tier: str = option(
+        "device",
+        "memory that stored keys, values and their gradients are kept in; what is on the host is copied block by block "
+        "at every use, each decoding step included",
+        choices=("device", "host"),
+    )
+    prefix_device_bytes: int | None = option(
+        None,
+        "under prefix_kv_tier host, bytes per rank of each capture that stay on the device: keys and values of as many "
+        "layers as fit, then gradients; none: nothing",
+        minimum=0,
+        is_bytes=True,
     )
     prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
     prefix_activation_bytes: int | None = option(
@@ -188,7 +210,8 @@ class PrefixConfig:
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(
         None,
-        "bytes per rank for prefix states kept from rollout to update; none: keep all, 0: always capture again",
+        "bytes per rank, host memory included, for prefix states kept from rollout to update; none: keep all, 0: "
+        "always capture again",
         minimum=0,
         is_bytes=True,
     )
@@ -203,7 +226,10 @@ class PrefixConfig:
 
     def resolve(self) -> PrefixConfig:
         tier = "none" if self.prefix_grad == "frozen" else "device"
-        return dataclasses.replace(self, prefix_out_tier=_default(self.prefix_out_tier, tier))
+        device_bytes = _default(self.prefix_device_bytes, 0 if self.prefix_kv_tier == "host" else None)
+        return dataclasses.replace(
+            self, prefix_out_tier=_default(self.prefix_out_tier, tier), prefix_device_bytes=device_bytes
+        )
 
     def num_chunks_walked_back(self, num_chunks: int) -> int:
         """How many of a prompt's chunks, counted from its end, run again under autograd."""

@@ -33,6 +33,7 @@ from megatron_longstraw.mcore.packing import (
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.mcore.schedule import CallItem, run_call
 from megatron_longstraw.prefix.microbatch import MicroBatch
+from megatron_longstraw.prefix.storage import Storage
 from megatron_longstraw.prefix.store import PrefixStore
 from megatron_longstraw.types import PromptGroup
 
@@ -65,7 +66,13 @@ def open_store(policy: Policy, batch: PromptBatch, *, walk_back: bool = True) ->
         num_chunks_walked_back=prefix.num_chunks_walked_back(plan.num_chunks) if walk_back else 0,
         weights_version=policy.weights_version,
         block_tokens=prefix.prefix_block_tokens,
-        keep_attention=prefix.prefix_out_tier == "device",
+        keep_attention=prefix.prefix_out_tier != "none",
+        storage=Storage(
+            kv_dtype=prefix.prefix_kv_dtype,
+            grad_dtype=prefix.prefix_grad_dtype,
+            device_bytes=prefix.prefix_device_bytes,
+            out_on_host=prefix.prefix_out_tier == "host",
+        ),
     )
     store.graphs = policy.chunk_graphs(range(store.first_chunk_walked_back, plan.num_chunks))
     return store

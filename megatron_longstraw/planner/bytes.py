@@ -80,13 +80,17 @@ class RankBytes:
     optimizer: int
     """Two float32 moments, and float32 master weights where the model is bfloat16."""
     prefix_kv: int
-    """K, V of the prompts of one capture."""
+    """K, V of the prompts of one capture, on the device as all but `host_*`."""
     prefix_attention: int
     """(out, lse) of one capture's chunks that are walked back, kept from capture to the walk."""
     prefix_graphs: int
     """Autograd graphs of the last chunks of all captures: at most these."""
     prefix_grad: int
-    """float32 dK, dV of one capture's tokens that are walked back."""
+    """dK, dV of one capture's tokens that are walked back."""
+    host_capture: int
+    """K, V, out and lse of one capture in host memory."""
+    host_grad: int
+    """dK, dV of one capture in host memory."""
     sampling_kv: int
     """K, V of the responses while they are sampled."""
     captures: int
@@ -100,6 +104,11 @@ class RankBytes:
         stored = self.weights + self.gradients + self.optimizer
         held = self.captures * (self.prefix_kv + self.prefix_attention) + self.prefix_graphs
         return stored + held + max(self.sampling_kv, self.prefix_grad + self.activations)
+
+    @property
+    def host(self) -> int:
+        """The most held at once in host memory."""
+        return self.captures * self.host_capture + self.host_grad
 
 
 def bytes_of_rank(config: Config, world_size: int, stage: int = 0) -> RankBytes:
@@ -125,16 +134,37 @@ def prefix_bytes(config: Config, world_size: int, stage: int = 0) -> dict[str, i
     model, prefix = config.model, config.prefix
     sizes = _chunk_sizes(config)
     walked_back = sizes[len(sizes) - prefix.num_chunks_walked_back(len(sizes)) :]
-    prompts, element = _prompts_per_capture(config, world_size), _element_bytes(config)
-    per_token = prompts * _kv_elements(config)
-    heads = model.num_attention_heads // config.parallel.tensor_model_parallel_size
-    per_row = prompts * _attending_layers(config, stage) * heads * (model.kv_channels * element + FLOAT32)
-    keep = prefix.prefix_out_tier == "device"
+    prompts, layers = _prompts_per_capture(config, world_size), _layers(config)
+    row = model.num_attention_heads // config.parallel.tensor_model_parallel_size
+    row *= model.kv_channels * _element_bytes(config) + FLOAT32
+    attention = sum(rows for _, rows in walked_back) * prompts * _attending_layers(config, stage) * row
+    # Of one layer.
+    kv = sum(valid for valid, _ in sizes) * prompts * _stored_token_bytes(config)
+    grad = sum(valid for valid, _ in walked_back) * prompts * _kv_elements(config) // layers
+    grad *= {"fp32": FLOAT32, "bf16": 2}[prefix.prefix_grad_dtype]
+    kv_device = _fitting(layers, kv, prefix.prefix_device_bytes)
+    left = None if prefix.prefix_device_bytes is None else prefix.prefix_device_bytes - kv_device
+    grad_device = _fitting(layers, grad, left)
     return {
-        "prefix_kv": sum(valid for valid, _ in sizes) * per_token * element,
-        "prefix_attention": sum(rows for _, rows in walked_back) * per_row * keep,
-        "prefix_grad": sum(valid for valid, _ in walked_back) * per_token * FLOAT32,
+        "prefix_kv": kv_device,
+        "prefix_attention": attention * (prefix.prefix_out_tier == "device"),
+        "prefix_grad": grad_device,
+        "host_capture": layers * kv - kv_device + attention * (prefix.prefix_out_tier == "host"),
+        "host_grad": layers * grad - grad_device,
     }
+
+
+def _fitting(layers: int, of_layer: int, limit: int | None) -> int:
+    """Bytes of as many whole layers as fit."""
+    return layers * of_layer if limit is None or not of_layer else min(layers, limit // of_layer) * of_layer
+
+
+def _stored_token_bytes(config: Config) -> int:
+    """K and V of one token in one layer of a rank, as the prefix state keeps them."""
+    elements, kv_dtype = _kv_elements(config) // _layers(config), config.prefix.prefix_kv_dtype
+    if kv_dtype == "fp8":
+        return elements + elements // config.model.kv_channels * FLOAT32  # codes, and a scale per head
+    return elements * (2 if kv_dtype == "bf16" else _element_bytes(config))
 
 
 def _chunk_sizes(config: Config) -> list[tuple[int, int]]:
@@ -206,7 +236,7 @@ def _optimizer_bytes(config: Config, world_size: int, parameters: Parameters) ->
 def _num_captures(config: Config, world_size: int) -> int:
     """All stages keep as many as the one with the largest captures can."""
     largest = prefix_bytes(config, world_size)
-    capture_bytes = largest["prefix_kv"] + largest["prefix_attention"]
+    capture_bytes = sum(largest[name] for name in ("prefix_kv", "prefix_attention", "host_capture"))
     batches = -(-_prompts_of_update(config, world_size) // config.prefix.prompts_per_microbatch)
     budget = config.prefix.prefix_state_budget
     if budget is None or not capture_bytes:

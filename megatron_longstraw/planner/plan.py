@@ -100,10 +100,12 @@ def _items(config: Config, most: RankBytes):
     yield "sampling", most.sampling_kv, "K, V of responses; freed before dK, dV appear"
     yield "activations", most.activations, "estimate"
     yield "most at once", most.total, "without CUDA context, communication buffers and fragmentation"
+    if most.host:
+        yield "in host memory", most.host, f"K, V, dK, dV, out, lse that leave the device{times}"
 
 
 def _bytes_per_prompt_token(config: Config, world_size: int, stage: int) -> int:
-    """Of one capture on one rank, in the middle of a long prompt."""
+    """Of one capture on one rank, host memory included, in the middle of a long prompt."""
     tokens = config.prefix.prefix_chunk_tokens * config.parallel.context_parallel_size
     shorter, longer = (
         dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, max_prompt_length=1 + count * tokens))

@@ -73,13 +73,16 @@ class BranchAttention(torch.autograd.Function):
     are complete because the owner sees every query; dK, dV of the prefix go to `state` (when it wants them) and
     nowhere else. With `mb.seeded`, dk, dv additionally receive what `state` collected for these rows, READ AT
     BACKWARD TIME: by then every later reader has added its share (at forward time, under a pipeline, not yet).
-    `lse` gets no gradient.
+    `lse` gets no gradient. The rows of a chunk are K, V as the state stores them, for the chunk itself too
+    (otherwise the function would depend on where the prompt is cut), and dk, dv pass that rounding unchanged.
 
     `known`: (out, lse) of an earlier forward on the same input, or None to compute them.
     """
 
     @staticmethod
     def forward(ctx, q, k, v, mb: MicroBatch, state: TokenState | None, scale: float, cp_group, known):
+        if mb.chunk_index is not None:
+            k, v = state.as_stored(k), state.as_stored(v)
         out, lse = known if known is not None else _forward(q, k, v, mb, state, scale, cp_group)
         # A fresh view: autograd marks what it returns, and kept tensors must stay plain storage.
         out, lse = out.detach(), lse.detach()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from megatron_longstraw.context_parallel.layout import ChunkPlan
 from megatron_longstraw.prefix.graphs import ChunkGraphs
 from megatron_longstraw.prefix.state import TokenState
+from megatron_longstraw.prefix.storage import DeviceBudget, Storage, StoredBytes
 
 
 class StaleStoreError(RuntimeError):
@@ -30,7 +31,11 @@ class PrefixStore:
     """Keep (out, lse) of every layer for the chunks that will be walked back (DESIGN rule 5)."""
     graphs: ChunkGraphs | None = None
     """Autograd graphs of the last chunks; None: none are kept."""
+    storage: Storage = Storage()
     layers: dict[int, TokenState] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._budget = DeviceBudget(self.storage.device_bytes)
 
     @property
     def local_tokens(self) -> int:
@@ -45,7 +50,9 @@ class PrefixStore:
         """State of one layer (Megatron's global, 1-based layer number)."""
         if layer_number not in self.layers:
             grad_begin = self.plan.local_offset(self.first_chunk_walked_back)
-            self.layers[layer_number] = TokenState(self.local_tokens, grad_begin, self.block_tokens)
+            self.layers[layer_number] = TokenState(
+                self.local_tokens, grad_begin, self.block_tokens, self.storage, self._budget
+            )
         return self.layers[layer_number]
 
     def keeps_attention_of(self, chunk_index: int) -> bool:
@@ -71,6 +78,6 @@ class PrefixStore:
             self.graphs.release()
 
     @property
-    def nbytes(self) -> int:
-        graphs = 0 if self.graphs is None else self.graphs.nbytes
-        return graphs + sum(state.nbytes for state in self.layers.values())
+    def nbytes(self) -> StoredBytes:
+        graphs = StoredBytes() if self.graphs is None else StoredBytes(self.graphs.nbytes)
+        return sum((state.nbytes for state in self.layers.values()), graphs)

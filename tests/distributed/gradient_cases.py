@@ -9,6 +9,7 @@ CP2 = "--context-parallel-size 2"
 RECOMPUTE = "--recompute-granularity full"
 MOE = "--arch moe"
 EP2 = f"{MOE} --expert-model-parallel-size 2"
+HOST = "--prefix-kv-tier host --prefix-out-tier host"
 
 CASES = {
     1: {
@@ -41,6 +42,7 @@ CASES = {
         "last:1": "--prefix-grad last:1",
         "last:2": f"--prefix-grad last:2 --prefix-out-tier none {RECOMPUTE}",
         "last:9 is all": "--prefix-grad last:9",
+        "host memory": f"{HOST} --prefix-device-bytes 100K",
         "full schedule": "--schedule full",
         "full schedule, recompute": f"--schedule full {RECOMPUTE} --response-lengths 17,0,1",
     },
@@ -56,8 +58,10 @@ CASES = {
         "cp2, frozen": f"{CP2} --prefix-grad frozen",
         "cp2, last:2": f"{CP2} --prefix-grad last:2",
         "cp2, full schedule": f"{CP2} --schedule full --prompt-tokens 30 --response-lengths 3,40",
+        "cp2, host memory, last:2": f"{CP2} {HOST} --prefix-grad last:2",
         "pp2": PP2,
         "pp2, recompute": f"{PP2} {RECOMPUTE}",
+        "pp2, recompute, host memory": f"{PP2} {RECOMPUTE} {HOST}",
         "pp2, untied": f"{PP2} --untie-embeddings-and-output-weights",
         "pp2, frozen": f"{PP2} --prefix-grad frozen",
         "pp2, last:2": f"{PP2} --prefix-grad last:2 --branches-per-microbatch 1",
@@ -94,6 +98,14 @@ CASES = {
         "tp2 sp, pp2, cp2": f"{TP2} {PP2} {CP2} {RECOMPUTE}",
     },
 }
+
+ROUNDED = {
+    "fp8": ("--prefix-kv-dtype fp8", 6e-2, 5e-2),
+    "bf16": ("--prefix-kv-dtype bf16", 4e-3, 4e-3),
+    "bf16 gradients": ("--prefix-grad-dtype bf16", 2.5e-3, 1e-5),
+}
+"""Options that round the prefix state, and what they may cost in float32: the worst parameter's error and the largest
+difference of a log-prob, each twice what was measured."""
 
 MUTATIONS = {
     "ascending prefix backward": PP2,

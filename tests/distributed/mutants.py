@@ -3,13 +3,10 @@ from __future__ import annotations
 
 from functools import partial, partialmethod
 
-import torch
-
 from megatron_longstraw.mcore import calls, core_attention
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.prefix import attention
 from megatron_longstraw.prefix.microbatch import MicroBatch
-from megatron_longstraw.prefix.state import TokenState
 from megatron_longstraw.prefix.store import PrefixStore
 
 
@@ -78,15 +75,6 @@ def _last_chunk_not_walked_back() -> None:
 def _pads_stored() -> None:
     """Store every row of a chunk's last slice, pads included."""
     MicroBatch.valid_local_tokens = property(lambda self: self.rows.local_tokens)
-    real = TokenState.append
-
-    def append(self, begin, k, v):
-        self.capacity = max(self.capacity, begin + len(k))
-        if self._k is not None and self._k.shape[2] < self.capacity:
-            self._k, self._v = (torch.cat([x, x[:, :, -1:]], dim=2) for x in (self._k, self._v))
-        return real(self, begin, k, v)
-
-    TokenState.append = append
     PrefixStore.local_tokens = property(
         lambda self: sum(chunk.local_tokens for chunk in self.plan.chunks)
     )

@@ -5,12 +5,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_longstraw.prefix.decode import DecodeState, decode_attention
+from megatron_longstraw.prefix.storage import Storage
 from tests.attention_case import LAYER, AttentionCase, PackageRun, check, run_package, textbook, variants
 from tests.distributed.launch import run_ranks
 from tests.tolerances import assert_close
 
 pytestmark = pytest.mark.dist
 
+ON_HOST = Storage(kv_dtype="fp8", device_bytes=0, out_on_host=True)
 CASES = variants(
     {
         "odd lengths": AttentionCase(packs=(7, 3)),
@@ -27,6 +29,7 @@ CASES = variants(
         "rows padded for sequence parallelism": AttentionCase(multiple=2),
         "kept attention": AttentionCase(keep_attention=True),
         "forwards first": AttentionCase(forwards_first=True, keep_attention=True, walked_back=2),
+        "fp8 in host memory": AttentionCase(keep_attention=True, prefix_tokens=17, chunk_tokens=6, storage=ON_HOST),
     },
     torch.float64,
 )
@@ -38,6 +41,7 @@ DECODE = {
     "prefix": AttentionCase(num_prompts=2, branches=2, packs=(5,)),
     "prefix on one rank only": AttentionCase(prefix_tokens=1, num_prompts=1, branches=3, packs=(4,)),
     "no prefix": AttentionCase(prefix_tokens=0, packs=(4,)),
+    "fp8 in host memory": AttentionCase(branches=2, packs=(4,), storage=ON_HOST),
 }
 """`branches` is the number of branches of each prompt that EACH rank decodes."""
 

@@ -9,7 +9,7 @@ import pytest
 from check_gradients import run_all
 
 from . import mutants
-from .gradient_cases import CASES, MUTATIONS
+from .gradient_cases import CASES, MUTATIONS, ROUNDED
 from .launch import run_ranks
 
 WORST_PARAM_REL_ERR = 5e-6
@@ -76,6 +76,19 @@ def test_frozen_is_biased_and_last_n_lies_between(oracle_cache):
     """The dial does something: the cosine with the exact gradient grows from frozen to exact."""
     exact = results_of(1, str(oracle_cache))["one rank"]
     assert 0.5 < exact["cosine_frozen_vs_exact"] < 0.99
+
+
+@pytest.mark.dist
+@pytest.mark.timeout(300)
+def test_rounding_the_prefix_state_costs_what_it_must(oracle_cache):
+    """Errors of the formats' size: less means that nothing was rounded. Sampling, score and replay still agree, because
+    all of them read the same rounded state."""
+    argvs = [flags.split() + ["--oracle-cache", str(oracle_cache)] for flags, _, _ in ROUNDED.values()]
+    for result, (_, gradient, logprob) in zip(run_ranks(_run_cases, 1, argvs, timeout_s=200.0)[0], ROUNDED.values()):
+        assert gradient / 10 <= result["worst_param_rel_err"] <= gradient, result
+        assert result["max_logprob_diff"] <= logprob, result
+        assert result["score_equals_replay"], result
+        assert result["max_decode_diff"] <= MAX_LOGPROB_DIFF, result
 
 
 @pytest.mark.dist

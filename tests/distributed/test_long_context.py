@@ -5,9 +5,9 @@ import io
 import json
 
 import pytest
+from long_context_receipt import main
 
 from tests.distributed.launch import run_ranks
-from tools.long_context_receipt import main
 
 SMALL = ["--positions", "700", "--prefix-chunk-tokens", "128", "--max-response-length", "12"]
 

@@ -25,11 +25,32 @@ LAYOUTS = {
     2: {
         "cp2": dict(context_parallel_size=2, qk_layernorm=True, prefix_grad="last:2"),
         "cp2, bf16, distributed optimizer": dict(context_parallel_size=2, bf16=True, use_distributed_optimizer=True),
+        "cp2, host, bf16 K and V": dict(
+            context_parallel_size=2, prefix_kv_tier="host", prefix_kv_dtype="bf16", prefix_out_tier="host"
+        ),
         "tp2 sp": dict(tensor_model_parallel_size=2, sequence_parallel=True, add_qkv_bias=True, bf16=True),
+        # K, V of one of the four layers fit: of 71 tokens of two prompts and one head, 16 codes and a scale each.
+        "tp2 sp, fp8 and bf16, a layer on the device": dict(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            bf16=True,
+            prefix_kv_dtype="fp8",
+            prefix_grad_dtype="bf16",
+            prefix_kv_tier="host",
+            prefix_device_bytes=2 * (2 * 71 * 2 * (16 + 4)) - 1,
+        ),
         "tp2, untied, out recomputed": dict(
             tensor_model_parallel_size=2, untie_embeddings_and_output_weights=True, prefix_out_tier="none"
         ),
         "pp2, tied": dict(pipeline_model_parallel_size=2),
+        "pp2 vpp2, fp8, last:1, all but gradients on the device": dict(
+            pipeline_model_parallel_size=2,
+            num_virtual_stages_per_pipeline_rank=2,
+            prefix_grad="last:1",
+            prefix_kv_dtype="fp8",
+            prefix_kv_tier="host",
+            prefix_device_bytes=2 * (2 * 71 * 2 * 2 * (16 + 4)),
+        ),
         "pp2 vpp2, untied, frozen": dict(
             pipeline_model_parallel_size=2,
             num_virtual_stages_per_pipeline_rank=2,
@@ -93,7 +114,7 @@ def held(rank: int, cases: dict) -> dict:
             weights=tensor_bytes(parameters),
             gradients=tensor_bytes(p.main_grad for p in parameters),
             captured=captured,
-            prefix_grad=store.nbytes - captured,
+            grad=store.nbytes - captured,
             sampling_kv=RecordedDecodeState.nbytes,
         )
         store.release()
@@ -116,9 +137,13 @@ def test_planned_bytes_are_those_held(world_size):
         for cp_rank, _, found, planned in rows:
             assert (found["weights"], found["gradients"]) == (planned.weights, planned.gradients), name
             assert found["sampling_kv"] == planned.sampling_kv, name
-            of_prefix = (found["captured"], found["prefix_grad"])
-            expected = (planned.prefix_kv + planned.prefix_attention, planned.prefix_grad)
-            assert of_prefix == expected if cp_rank == 0 else of_prefix <= expected, name
+            of_prefix = [bytes for part in ("captured", "grad") for bytes in (found[part].device, found[part].host)]
+            expected = [planned.prefix_kv + planned.prefix_attention, planned.host_capture]
+            expected += [planned.prefix_grad, planned.host_grad]
+            if cp_rank == 0:
+                assert of_prefix == expected, name
+            else:
+                assert all(held <= most for held, most in zip(of_prefix, expected)), name
         held_by_all = sum(found["optimizer"] for _, _, found, _ in rows)
         planned_by_all = sum(planned.optimizer for _, _, _, planned in rows)
         # The distributed optimizer's shards are uneven, but add up.

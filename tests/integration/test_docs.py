@@ -97,7 +97,7 @@ def test_the_configuration_reference_says_everything_about_an_option():
         "| `--group-size` (also `--n`, `--n-samples-per-prompt`) | integer | `>= 1` | `8` | responses per prompt ",
         "| `--clip-ratio-low` | number | `> 0`, `< 1`, `none` | unset | ",
         '| `--prefix-grad` | text | exact, frozen or last:N with N >= 1 | `"exact"` | ',
-        "| `--prefix-out-tier` | text | `none`, `device` | unset | ",
+        "| `--prefix-out-tier` | text | `none`, `device`, `host` | unset | ",
         "| `--prefix-state-budget` | bytes | `>= 0`, `none` | unset | ",
         "| `--train-files` (also `--prompt-data`) | list of texts |  | `[]` | ",
         "| `--bf16` | boolean |  | `false` | ",

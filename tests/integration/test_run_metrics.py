@@ -53,6 +53,7 @@ def rows(tmp_path_factory):
         "one update": run(folder / "one"),
         "several": run(folder / "several", ppo_epochs=2),
         "full": run(folder / "full", schedule="full"),
+        "host": run(folder / "host", prefix_kv_tier="host", prefix_out_tier="host", train_iters=1),
     }
 
 
@@ -83,6 +84,13 @@ def test_state_bytes_are_those_of_all_prompts_held_at_once(rows):
     for kind in ("one update", "several"):
         for row in rows[kind]:
             assert row["prefix/state_bytes"] == sum(CHUNKS) * (2 * (kv + kept) + kv)
+
+
+def test_host_bytes_are_reported_where_they_are_used(rows):
+    (on_host,) = rows["host"]
+    assert on_host["prefix/state_bytes"] == 0
+    assert on_host["prefix/host_bytes"] == rows["one update"][0]["prefix/state_bytes"]
+    assert "prefix/host_bytes" not in rows["one update"][0]
 
 
 class Heard:

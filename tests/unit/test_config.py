@@ -362,10 +362,25 @@ def test_resolve_leaves_alone_what_is_given_or_has_no_meaning():
         ("last:2", None, "device"),
         ("frozen", None, "none"),
         ("exact", "none", "none"),
+        ("exact", "host", "host"),
     ],
 )
 def test_resolved_out_tier(grad, given, tier):
     assert PrefixConfig(prefix_grad=grad, prefix_out_tier=given).resolve().prefix_out_tier == tier
+
+
+@pytest.mark.parametrize(
+    "options, limit",
+    [
+        ({}, None),
+        ({"prefix_kv_tier": "host"}, 0),
+        ({"prefix_kv_tier": "host", "prefix_device_bytes": "2K"}, 2048),
+    ],
+)
+def test_resolved_device_bytes(options, limit):
+    config = load_config(overrides=options)
+    assert validate(config) == validate(config.resolve()) == []
+    assert config.resolve().prefix.prefix_device_bytes == limit
 
 
 @pytest.mark.parametrize("grad, chunks", [("exact", 5), ("frozen", 0), ("last:1", 1), ("last:5", 5), ("last:12", 5)])
@@ -560,6 +575,26 @@ RULES = {
         {"num_experts": 2, "expert_model_parallel_size": 2, "prefix_graph_bytes": 1},
         None,
         ["prefix_graph_bytes 1 with expert_model_parallel_size 2"],
+    ),
+    "storage of a prefix under the full schedule": (
+        {"schedule": "full", "prefix_kv_dtype": "fp8", "prefix_grad_dtype": "bf16", "prefix_out_tier": "host"},
+        None,
+        ["prefix_kv_dtype fp8 with schedule full", "prefix_grad_dtype bf16 with", "prefix_out_tier host with"],
+    ),
+    "tier of a prefix under the full schedule": (
+        {"schedule": "full", "prefix_kv_tier": "host", "prefix_device_bytes": "1G"},
+        None,
+        ["prefix_kv_tier host with schedule full", "prefix_device_bytes 1073741824 with schedule full"],
+    ),
+    "device bytes on the device": (
+        {"prefix_device_bytes": 0},
+        None,
+        ["prefix_device_bytes 0 with prefix_kv_tier device", "change --prefix-kv-tier or --prefix-device-bytes"],
+    ),
+    "nothing to keep under frozen": (
+        {"prefix_grad": "frozen", "prefix_grad_dtype": "bf16", "prefix_out_tier": "host"},
+        None,
+        ["prefix_grad_dtype bf16 with prefix_grad frozen", "prefix_out_tier host with prefix_grad frozen"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},

@@ -41,6 +41,20 @@ def test_schedule_full_keeps_no_prefix():
     assert full.activations > planned().activations
 
 
+def test_plan_of_host_memory():
+    """K, V of two layers fit, 1,000 tokens x 2 x 64 channels in float32 each, and dK, dV of one."""
+    options = dict(prefix_kv_tier="host", prefix_device_bytes="1.5M", prefix_out_tier="host", train_batch_size=3)
+    device, host = planned(train_batch_size=3), planned(**options)
+    layer = 1000 * 2 * 64 * 4
+    assert (host.prefix_kv, host.prefix_grad, host.prefix_attention) == (2 * layer, layer, 0)
+    assert (host.host_capture, host.host_grad) == (device.prefix_attention, layer)
+    assert host.host + host.total == device.total
+    assert host.captures == device.captures == 3
+    text = plan(load_config(overrides=BASE | options), 1)
+    assert f"in host memory {host.host:>17,}" in text and "in host memory" not in plan(load_config(overrides=BASE), 1)
+    assert planned(prefix_kv_tier="host").prefix_kv == 0
+
+
 def test_plan_of_a_pipeline_names_the_fullest_stage():
     options = BASE | dict(pipeline_model_parallel_size=2, vocab_size=5000)
     assert "(pipeline stage 0)" in plan(load_config(overrides=options), 4), "the last layer keeps no attention"

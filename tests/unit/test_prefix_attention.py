@@ -20,6 +20,7 @@ from megatron_longstraw.prefix.attention import fold, unfold
 from megatron_longstraw.prefix.decode import DecodeState, decode_attention
 from megatron_longstraw.prefix.microbatch import MicroBatch
 from megatron_longstraw.prefix.state import TokenState
+from megatron_longstraw.prefix.storage import StoredBytes
 from megatron_longstraw.prefix.store import PrefixStore, StaleStoreError
 from tests.attention_case import LAYER, AttentionCase, PackageRun, check, run_package, textbook
 from tests.oracles.dense_attention import causal, dense_attention
@@ -96,21 +97,21 @@ def test_state_after_the_walk_back_holds_no_attention():
     run = PackageRun(AttentionCase(keep_attention=True, dtype=torch.float32))
     run.run()
     one = 23 * 2 * 8  # tokens * kv heads * head dim of one of K, V, dK, dV
-    assert run.state.nbytes == 4 * one * 4
+    assert run.state.nbytes == StoredBytes(device=4 * one * 4)
 
 
 def test_gradient_buffers_cover_what_is_walked_back():
     """last:1 must not pay float32 gradients of the whole prefix: 7 of 23 tokens here."""
     run = PackageRun(AttentionCase(walked_back=1, dtype=torch.float32))
     run.run()
-    assert run.state.nbytes == (2 * 23 + 2 * 7) * 2 * 8 * 4
+    assert run.state.nbytes == StoredBytes(device=(2 * 23 + 2 * 7) * 2 * 8 * 4)
 
 
 def test_frozen_keeps_no_gradient_and_no_attention():
     """The cheap mode must not pay for buffers that nobody reads."""
     run = PackageRun(AttentionCase(keep_attention=True, walked_back=0, dtype=torch.float32))
     run.run()
-    assert run.state.nbytes == 2 * 23 * 2 * 8 * 4
+    assert run.state.nbytes == StoredBytes(device=2 * 23 * 2 * 8 * 4)
 
 
 # -- memory ----------------------------------------------------------------------------------------------------
@@ -147,9 +148,9 @@ def test_storage_is_allocated_once_and_pins_nothing():
     storages = {block.k.untyped_storage().data_ptr() for block in blocks}
     assert len(storages) == 1
     assert blocks[0].k.untyped_storage().nbytes() == 10 * 2 * 8 * 4
-    assert state.nbytes == 2 * 10 * 2 * 8 * 4
+    assert state.nbytes == StoredBytes(device=2 * 10 * 2 * 8 * 4)
     state.release()
-    assert state.nbytes == 0
+    assert state.nbytes == StoredBytes()
 
 
 # -- the state -------------------------------------------------------------------------------------------------
