@@ -92,6 +92,7 @@ class RLStep:
         report = StepReport(own, scores)
         if self.save is not None:
             self.save(step, groups)
+            self.stop_if_asked()
         for work in minibatches:
             for item in work:
                 item.advantages = advantages_of(item.batch, algorithm)

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
 PATIENCE_S = 5.0
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
+"""What gloo's and NCCL's errors say about a rank that is gone."""
 
 
 def report(error: Exception) -> None:
@@ -13,6 +16,27 @@ def report(error: Exception) -> None:
     rank = os.environ.get("RANK", "0")
     if rank != "0":
         # torchrun ends all ranks as soon as one has failed, and rank 0 may not have spoken yet.
-        time.sleep(PATIENCE_S)
+        _wait_to_be_ended()
     where = "" if rank == "0" else f"rank {rank}: "
     print(f"{where}{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+
+
+def _wait_to_be_ended() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(PATIENCE_S)
+
+
+def lost_a_rank(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank is gone: the cause is that rank's."""
+    return any(words in str(error) for words in _LOST)
+
+
+def report_lost_rank(error: RuntimeError) -> None:
+    """One line on stderr, after that of the rank which is gone; none where torchrun, which has said why, ends this one."""
+    _wait_to_be_ended()
+    rank = os.environ.get("RANK", "0")
+    print(
+        f"rank {rank}: another rank is gone ({str(error).splitlines()[0]}); the cause is what that one said, or its "
+        f"node's torchrun said about it",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip

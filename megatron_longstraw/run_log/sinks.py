@@ -22,14 +22,14 @@ class JsonLines:
         partial = path.with_suffix(".partial")  # killed here, the old file is whole
         partial.write_bytes(b"".join(_line(row) for row in kept if row[STEP] < first_step))
         partial.replace(path)
-        self._file = path.open("ab")
+        self.path = path
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(_line({STEP: step, **metrics}))
-        self._file.flush()
+        with self.path.open("ab") as file:  # an open file would take lines long after its folder is gone
+            file.write(_line({STEP: step, **metrics}))
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
 def _line(row: dict) -> bytes:
