@@ -32,7 +32,8 @@ def lost_a_rank(error: RuntimeError) -> bool:
 
 
 def report_lost_rank(error: RuntimeError) -> None:
-    """One line on stderr, after that of the rank which is gone; none where torchrun, which has said why, ends this one."""
+    """One line on stderr, after that of the rank which is gone; none where torchrun, which has said why, ends this
+    one."""
     _wait_to_be_ended()
     rank = os.environ.get("RANK", "0")
     print(

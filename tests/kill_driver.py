@@ -3,8 +3,8 @@
     python -m megatron_longstraw.launch tests/kill_driver.py --context-parallel-size 2 ...
 
 KILL_PLAN in the environment is JSON: either {"times": FILE}, to write how long the phases took on this rank into
-FILE + rank, or {"phase", "step", "entry", "after_s", "to_the_end", "who", "told"}: `entry` counts how often the phase is
-entered from that step on, `after_s` later SIGKILL comes, at the end of the phase at the latest unless `to_the_end` is
+FILE + rank, or {"phase", "step", "entry", "after_s", "to_the_end", "who", "told"}: at the `entry`-th time that the phase
+is entered from that step on, SIGKILL comes `after_s` later, at the end of the phase at the latest unless `to_the_end` is
 false (what goes on in the background has no end here); `who` is a rank or "job", `told` a file for step and time.
 """
 from __future__ import annotations

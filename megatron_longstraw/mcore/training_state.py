@@ -204,8 +204,8 @@ class _NamedFailure:
         if dist.get_rank() == 0:  # what is left would take the room that is to be made
             shutil.rmtree(checkpoint_folder.partial_path(self.folder, self.steps), ignore_errors=True)
         raise CheckpointError(
-            f"the checkpoint of step {self.steps} cannot be written to {self.folder}: {reason}; earlier ones are as they "
-            f"were. Make room or change --save, and start again: the run goes on from the newest"
+            f"the checkpoint of step {self.steps} cannot be written to {self.folder}: {reason}; earlier ones are as "
+            f"they were. Make room or change --save, and start again: the run goes on from the newest"
         ) from error
 
     def _reason(self, error: BaseException) -> str | None:

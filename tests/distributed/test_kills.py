@@ -139,7 +139,8 @@ def straight(tmp_path_factory):
 
 def plan(kill: Kill, times: list, draw: random.Random, in_background: bool, told: Path) -> dict:
     """When exactly, by how long that phase took in an undisturbed run."""
-    durations = [s for name, step, s in times[0 if kill.who == "job" else kill.who] if (name, step) == (kill.phase, kill.step)]
+    own = times[0 if kill.who == "job" else kill.who]
+    durations = [seconds for phase, step, seconds in own if (phase, step) == (kill.phase, kill.step)]
     entry = draw.randrange(len(durations))
     background = in_background and kill.phase == "checkpoint write"
     return {
@@ -201,8 +202,8 @@ def phases_of_runs(num_kills: int, seed: int) -> list[list[str]]:
 def print_line(number: int, layout: str, in_background: bool, kill: Kill, equal: bool) -> None:
     who = kill.who if kill.who == "job" else f"rank {kill.who}"
     print(
-        f"run {number} ({layout}{', async' if in_background else ''})  {kill.phase:<18} {who:<7} step {kill.told['step']}  "
-        f"others ended after {kill.seconds:5.2f} s  resumed from {kill.resumed_step}  "
+        f"run {number} ({layout}{', async' if in_background else ''})  {kill.phase:<18} {who:<7} "
+        f"step {kill.told['step']}  others ended after {kill.seconds:5.2f} s  resumed from {kill.resumed_step}  "
         f"{'equal' if equal else 'NOT EQUAL'}"
     )
 
@@ -217,4 +218,4 @@ def test_kills(straight, tmp_path, capsys, request):
             (tmp_path / str(number)).mkdir()
             kills += run_with_kills(number, phases, random.Random(f"{seed}/{number}"), straight, tmp_path / str(number))
         longest = max(kill.seconds for kill in kills)
-        print(f"{len(kills)} kills, all equal to the bit; the others ended after {longest:.2f} s at most, of {TIMEOUT_S:.0f}")
+        print(f"{len(kills)} kills, all equal to the bit; the others ended after {longest:.2f} s at most ({TIMEOUT_S:.0f})")

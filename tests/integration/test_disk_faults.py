@@ -154,7 +154,8 @@ def test_checkpoints_on_a_disk_that_fails(how, async_save, disk, straight, tmp_p
     assert str(disk / "save") in str(failed.value) and one_line(failed.value)
     found = candidates(disk / "save")
     # Written in the background, that of step 1 is named in step 2, which the failure may forestall.
-    assert [checkpoint.iteration for checkpoint in found] in ([[]] if how == GONE else [[1], []] if async_save else [[1]])
+    possible = [[]] if how == GONE else [[1], []] if async_save else [[1]]
+    assert [checkpoint.iteration for checkpoint in found] in possible
     assert all(checkpoint.damage() is None for checkpoint in found)
     assert how == READ_ONLY or not list((disk / "save").glob(".iter*")), "nothing half is left to take up room"
     mend(how, disk)
@@ -168,7 +169,8 @@ def test_finished_groups_on_a_disk_that_fails(how, disk, straight, tmp_path):
     accident.at(1, "prompts", lambda: break_disk(how, disk))
     with pytest.raises(DiskError) as failed:
         run(tmp_path, save=str(disk / "save"))
-    assert f"{disk / 'save' / 'in_progress'} cannot be written: {how}" in str(failed.value) and "--save" in str(failed.value)
+    assert f"{disk / 'save' / 'in_progress'} cannot be written: {how}" in str(failed.value)
+    assert "--save" in str(failed.value) and one_line(failed.value)
     mend(how, disk)
     assert run(tmp_path, save=str(disk / "save")) == straight
 
@@ -210,7 +212,8 @@ def source(tmp_path_factory):
 def hf_run(folder, source, target):
     model = ("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "vocab_size")
     options = {name: value for name, value in OPTIONS.items() if name not in (*model, "init_method_std")}
-    options |= dict(hf_checkpoint=str(source), save_hf=str(target), run_dir=str(folder / "run"), save=str(folder / "save"))
+    options |= dict(hf_checkpoint=str(source), save_hf=str(target))
+    options |= dict(run_dir=str(folder / "run"), save=str(folder / "save"))
     train.run(load_config(overrides=options))
 
 

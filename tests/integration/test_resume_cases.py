@@ -12,7 +12,9 @@ from tests.training_runs import train
 
 UPDATES = 4
 STEPS = 3
-OPTIONS = dict(ppo_epochs=2, ppo_mini_batch_size=1, lr_warmup_iters=UPDATES + 2, lr_decay_style="cosine", train_iters=STEPS)
+OPTIONS = dict(
+    ppo_epochs=2, ppo_mini_batch_size=1, lr_warmup_iters=UPDATES + 2, lr_decay_style="cosine", train_iters=STEPS
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,8 @@ def test_the_schedule_counts_optimizer_steps(runs):
 def test_the_warmup_is_not_run_again(runs):
     """J06: the stop is in the middle of it."""
     straight, resumed, _ = runs
-    assert column(resumed, "actor/lr") == column(straight, "actor/lr")[1:] and column(straight, "actor/lr")[0] < TINY["lr"] / 2
+    rates = column(straight, "actor/lr")
+    assert column(resumed, "actor/lr") == rates[1:] and rates[0] < TINY["lr"] / 2
 
 
 def score(data_source, solution_str, ground_truth, extra_info):
@@ -58,7 +61,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 
 def test_every_sample_is_trained_once_an_epoch(tmp_path):
-    """J04: five rows, two a step; the stop is where the last row of an epoch shares a step with the next one's first."""
+    """J04: five rows, two a step; a stop is where the last row of an epoch shares a step with the next one's first."""
     tiny_tokenizers.byte_level(tmp_path / "tokenizer")
     rows = [{"id": f"q{i}", "prompt": "the" * (i + 1), "answer": ""} for i in range(5)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
