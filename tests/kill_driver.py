@@ -1,48 +1,113 @@
-"""A training run as users start it, that kills itself where a test wants it to:
+"""A run of several ranks that kills itself where a test wants it to.
 
-    python -m megatron_longstraw.launch tests/kill_driver.py --context-parallel-size 2 ...
+`run_job` is what `python -m megatron_longstraw.agent ... -m megatron_longstraw.train FLAGS` does, in a process that has
+loaded the libraries: agent and ranks are processes of their own in sessions of their own, made by fork alone, which
+saves the seconds that each would take to load them.
 
-KILL_PLAN in the environment is JSON: either {"times": FILE}, to write how long the phases took on this rank into
-FILE + rank, or {"phase", "step", "entry", "after_s", "to_the_end", "who", "told"}: at the `entry`-th time that the phase
-is entered from that step on, SIGKILL comes `after_s` later, at the end of the phase at the latest unless `to_the_end` is
-false (what goes on in the background has no end here); `who` is a rank or "job", `told` a file for step and time.
+A plan is either {"times": FILE}, to write how long the phases took on each rank into FILE + rank, or {"phase", "step",
+"entry", "after_s", "to_the_end", "who", "told"}: at the `entry`-th time that the phase is entered from that step on,
+SIGKILL comes `after_s` later, at the end of the phase at the latest unless `to_the_end` is false (what goes on in the
+background has no end here); `who` is a rank or "job", `told` a file for step and time.
 """
 from __future__ import annotations
 
 import functools
 import json
+import multiprocessing.util
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Callable
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
+
+from megatron_longstraw import agent, algorithm, gradients, train
+from megatron_longstraw.config import parse_args
+from megatron_longstraw.mcore import checkpoint
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer
+
 PHASES = {
-    "capture": ["algorithm.capture", "gradients.capture"],
-    "rollout": ["algorithm.generate"],
-    "replay": ["gradients.replay"],
-    "prefix backward": ["gradients.prefix_backward"],
-    "optimizer step": ["mcore.optimizer.PolicyOptimizer.step"],
-    "checkpoint write": ["mcore.checkpoint.dist_checkpointing.save"],
-    "checkpoint rename": ["mcore.checkpoint._publish"],
+    "capture": [(algorithm, "capture"), (gradients, "capture")],
+    "rollout": [(algorithm, "generate")],
+    "replay": [(gradients, "replay")],
+    "prefix backward": [(gradients, "prefix_backward")],
+    "optimizer step": [(PolicyOptimizer, "step")],
+    "checkpoint write": [(checkpoint.dist_checkpointing, "save")],
+    "checkpoint rename": [(checkpoint, "_publish")],
 }
-MARK = "KILL_MARK"
-"""Environment variable that all processes of a run share and no others."""
 
 
-def processes(mark: str) -> list[int]:
-    """Those of the run with this mark, but for the calling one, in the order they were started in."""
+def processes(folder: Path) -> list[int]:
+    """Those that run in a folder, but for the calling one, in the order they were started in."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
-            own = f"{MARK}={mark}".encode() in (path / "environ").read_bytes().split(b"\0")
+            here = os.readlink(path / "cwd") == str(folder)
         except OSError:
             continue  # ended meanwhile, or another user's
-        if own and path.name != str(os.getpid()):
+        if here and path.name != str(os.getpid()):
             found.append(int(path.name))
     return sorted(found)
+
+
+def run_job(folder: Path, flags: list[str], plan: dict) -> None:
+    """Run two ranks in a folder, all that they print going to its screen.txt; ends with the agent's exit status."""
+    os.setsid()
+    os.chdir(folder)
+    with open("screen.txt", "wb") as screen:
+        os.dup2(screen.fileno(), 1)
+        os.dup2(screen.fileno(), 2)
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    SubprocessHandler._popen = functools.partialmethod(_fork_rank, plan)
+    sys.argv = ["agent", "--standalone", "--nproc-per-node=2", "-m", "megatron_longstraw.train", *flags]
+    agent.main()
+
+
+def _fork_rank(handler: SubprocessHandler, plan: dict, command: tuple[str, ...], environ: dict[str, str]) -> _Rank:
+    arguments = command[command.index("megatron_longstraw.train") + 1 :]
+    return _Rank(lambda: _rank_main(plan, list(arguments)), environ)
+
+
+class _Rank(subprocess.Popen):
+    """Runs a function in a fork of this process instead of a program in a new one."""
+
+    def __init__(self, body: Callable[[], int], environ: dict[str, str]):
+        self.body = body
+        super().__init__(["rank"], env=environ)
+
+    def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *others):
+        self.pid = os.fork()
+        self._child_created = True
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.setsid()
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.SIG_DFL)  # torchrun's
+            os.environ.clear()
+            os.environ.update(env)
+            status = self.body()
+        finally:
+            if sys.exc_info()[0]:
+                traceback.print_exc()
+            multiprocessing.util._exit_function()  # as at the end of any process
+            sys.stdout.flush()
+            os._exit(status)
+
+
+def _rank_main(plan: dict, flags: list[str]) -> int:
+    driver = Driver(plan, os.environ["RANK"])
+    driver.install()
+    status = train.exit_status(lambda: train.run(parse_args(flags)))
+    if "times" in plan:
+        Path(plan["times"] + driver.rank).write_text(json.dumps(driver.times))
+    return status
 
 
 class Driver:
@@ -54,24 +119,10 @@ class Driver:
         self.times: list[tuple[str, int, float]] = []
 
     def install(self) -> None:
-        import importlib
-
-        for phase, names in PHASES.items():
-            for name in names:
-                module, _, rest = name.rpartition(".")
-                owner, attributes = None, [rest]
-                while owner is None:
-                    try:
-                        owner = importlib.import_module(f"megatron_longstraw.{module}")
-                    except ModuleNotFoundError:
-                        module, _, attribute = module.rpartition(".")
-                        attributes.insert(0, attribute)
-                for attribute in attributes[:-1]:
-                    owner = getattr(owner, attribute)
-                setattr(owner, attributes[-1], self._around(phase, getattr(owner, attributes[-1])))
-        from megatron_longstraw.algorithm import RLStep
-
-        RLStep.run = self._counting_steps(RLStep.run)
+        for phase, places in PHASES.items():
+            for owner, name in places:
+                setattr(owner, name, self._around(phase, getattr(owner, name)))
+        algorithm.RLStep.run = self._counting_steps(algorithm.RLStep.run)
 
     def _counting_steps(self, run: Callable) -> Callable:
         def counted(rl_step, step, groups):
@@ -106,27 +157,9 @@ class Driver:
     def _kill(self) -> None:
         Path(self.plan["told"]).write_text(json.dumps({"step": self.step, "at": time.time()}))
         if self.plan["who"] == "job":
-            for pid in processes(os.environ[MARK]):
+            for pid in processes(Path.cwd()):
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     pass  # ended with its parent
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def main() -> int:
-    from megatron_longstraw import train
-    from megatron_longstraw.config import parse_args
-
-    plan, rank = json.loads(os.environ.get("KILL_PLAN", "{}")), os.environ["RANK"]
-    driver = Driver(plan, rank)
-    if plan:
-        driver.install()
-    status = train.exit_status(lambda: train.run(parse_args()))
-    if "times" in plan:
-        Path(plan["times"] + rank).write_text(json.dumps(driver.times))
-    return status
-
-
-if __name__ == "__main__":  # Megatron's writer starts a process that imports this file again
-    sys.exit(main())

@@ -8,12 +8,11 @@ the run that nobody disturbed, to the bit.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,12 +21,13 @@ import pytest
 
 from megatron_longstraw.mcore.checkpoint_folder import candidates
 from tests.helpers import TINY
-from tests.kill_driver import MARK, PHASES, processes
+from tests.kill_driver import PHASES, processes, run_job
 
 pytestmark = pytest.mark.dist
 
-ROOT = Path(__file__).parents[2]
 KILLS_PER_RUN = 4
+RUN_S = 200.0
+"""No run may take longer; an undisturbed one needs a few seconds."""
 TIMEOUT_S = 40.0
 """--distributed-timeout-minutes of the runs."""
 LAYOUTS = {
@@ -38,7 +38,7 @@ OPTIONS = TINY | dict(
     prompt_function=f"{__name__}:prompts",
     reward_function="tests.training_runs:noisy_score",
     train_batch_size=4,
-    max_response_length=16,
+    max_response_length=6,
     train_iters=KILLS_PER_RUN + 1,
     save_interval=1,
     distributed_timeout_minutes=TIMEOUT_S / 60,
@@ -88,23 +88,21 @@ class Kill:
 
 
 def start(folder: Path, options: dict, plan: dict | None = None) -> Start:
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()]
-    driver = str(ROOT / "tests/kill_driver.py")
-    # No path to this package's tests but the root's, and a mark of its own.
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: str(folder)}
-    environ |= {"KILL_PLAN": json.dumps(plan)} if plan else {}
-    with (folder / "screen.txt").open("w+b") as screen:  # a pipe would be held open by whatever outlives its rank
-        process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_longstraw.launch", driver, "--nproc-per-node=2", *flags],
-            cwd=folder, env=environ, stdout=screen, stderr=screen,
-        )  # fmt: skip
-        try:
-            status = process.wait(timeout=TIMEOUT_S + 120)
-        finally:
-            ended_at = time.time()
-            for pid in processes(str(folder)) if process.poll() is None else ():
-                os.kill(pid, signal.SIGKILL)
-        return Start(status, (folder / "screen.txt").read_text(errors="replace"), ended_at)
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in options.items()
+    ]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.kill_driver"])
+    process = context.Process(target=run_job, args=(folder, flags, plan or {}))
+    process.start()
+    try:
+        process.join(RUN_S)
+        ended_at = time.time()
+    finally:
+        for pid in [process.pid, *processes(folder)] if process.exitcode is None else ():
+            os.kill(pid, signal.SIGKILL)
+        process.join()
+    return Start(process.exitcode, (folder / "screen.txt").read_text(errors="replace"), ended_at)
 
 
 def outcome(folder: Path) -> dict[str, object]:
@@ -154,18 +152,18 @@ def plan(kill: Kill, times: list, draw: random.Random, in_background: bool, told
 def check_ended(kill: Kill, run: Start, folder: Path) -> None:
     """The others ended in time, the cause is the first thing on the screen, and nobody is left."""
     deadline = time.monotonic() + 2.0  # of a whole job, the last to die need a moment
-    while kill.who == "job" and processes(str(folder)) and time.monotonic() < deadline:
+    while kill.who == "job" and processes(folder) and time.monotonic() < deadline:
         time.sleep(0.02)
     kill.told = json.loads((folder / "told").read_text())
     kill.seconds = run.ended_at - kill.told["at"]
     assert run.status != 0 and kill.seconds < TIMEOUT_S, (kill, run.screen)
-    assert processes(str(folder)) == [], kill
+    assert processes(folder) == [], kill
     if kill.who != "job":
         first = next(line for line in run.screen.splitlines() if COMPLAINTS.search(line))
         assert re.match(rf"rank {kill.who} \(process \d+\) died of signal 9 \(Killed\)", first), run.screen
 
 
-def run_with_kills(number: int, phases: list[str], draw: random.Random, straight, folder: Path) -> list[Kill]:
+def run_with_kills(number: int, phases: list[str], draw: random.Random, straight, folder: Path, say) -> list[Kill]:
     layout, in_background = list(LAYOUTS)[number % 2], number // 2 % 2 == 0
     options = OPTIONS | LAYOUTS[layout] | ({"async_save": True} if in_background else {})
     expected, times = straight(layout)
@@ -186,7 +184,7 @@ def run_with_kills(number: int, phases: list[str], draw: random.Random, straight
         before = kill
     found = outcome(folder)
     for kill in kills:
-        print_line(number, layout, in_background, kill, found == expected)
+        say(f"run {number} ({layout}{', async' if in_background else ''})  {describe(kill, found == expected)}")
     assert found.keys() == expected.keys()
     assert [name for name in found if found[name] != expected[name]] == []
     return kills
@@ -201,23 +199,27 @@ def phases_of_runs(num_kills: int, seed: int) -> list[list[str]]:
     return [order[begin : begin + KILLS_PER_RUN] for begin in range(0, num_kills, KILLS_PER_RUN)]
 
 
-def print_line(number: int, layout: str, in_background: bool, kill: Kill, equal: bool) -> None:
+def describe(kill: Kill, equal: bool) -> str:
     who = kill.who if kill.who == "job" else f"rank {kill.who}"
-    print(
-        f"run {number} ({layout}{', async' if in_background else ''})  {kill.phase:<18} {who:<7} "
-        f"step {kill.told['step']}  others ended after {kill.seconds:5.2f} s  resumed from {kill.resumed_step}  "
-        f"{'equal' if equal else 'NOT EQUAL'}"
+    return (
+        f"{kill.phase:<18} {who:<7} step {kill.told['step']}  others ended after {kill.seconds:5.2f} s  "
+        f"resumed from {kill.resumed_step}  {'equal' if equal else 'NOT EQUAL'}"
     )
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_kills(straight, tmp_path, capsys, request):
     seed, num_kills = request.config.getoption("--kill-seed"), request.config.getoption("--kills")
-    with capsys.disabled():
-        print(f"\n{num_kills} kills, --kill-seed {seed}")
-        kills: list[Kill] = []
-        for number, phases in enumerate(phases_of_runs(num_kills, seed)):
-            (tmp_path / str(number)).mkdir()
-            kills += run_with_kills(number, phases, random.Random(f"{seed}/{number}"), straight, tmp_path / str(number))
-        longest = max(kill.seconds for kill in kills)
-        print(f"{len(kills)} kills, all equal to the bit; the others ended after {longest:.2f} s at most ({TIMEOUT_S:.0f})")
+
+    def say(text: str) -> None:
+        with capsys.disabled():
+            print(text, flush=True)
+
+    say(f"\n{num_kills} kills, --kill-seed {seed}")
+    kills: list[Kill] = []
+    for number, phases in enumerate(phases_of_runs(num_kills, seed)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        kills += run_with_kills(number, phases, random.Random(f"{seed}/{number}"), straight, folder, say)
+    longest = max(kill.seconds for kill in kills)
+    say(f"{len(kills)} kills, all equal to the bit; the others ended after {longest:.2f} s at most ({TIMEOUT_S:.0f})")
