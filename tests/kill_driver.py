@@ -6,8 +6,8 @@ saves the seconds that each would take to load them.
 
 A plan is either {"times": FILE}, to write how long the phases took on each rank into FILE + rank, or {"phase", "step",
 "entry", "after_s", "to_the_end", "who", "told"}: at the `entry`-th time that the phase is entered from that step on,
-SIGKILL comes `after_s` later, at the end of the phase at the latest unless `to_the_end` is false (what goes on in the
-background has no end here); `who` is a rank or "job", `told` a file for step and time.
+SIGKILL comes `after_s` later, at the end of the phase at the latest (or, where `to_the_end` is false because it goes on
+in the background, when a checkpoint gets its name); `who` is a rank or "job", `told` a file for step and time.
 """
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Driver:
 
     def __init__(self, plan: dict, rank: str):
         self.plan, self.rank = plan, rank
-        self.step, self.entries = -1, 0
+        self.step, self.entries, self.armed = -1, 0, False
         self.times: list[tuple[str, int, float]] = []
 
     def install(self) -> None:
@@ -135,7 +135,10 @@ class Driver:
         @functools.wraps(function)
         def watched(*args, **kwargs):
             begin, is_mine = time.perf_counter(), self._enters(phase)
+            if self.armed and phase == "checkpoint rename":  # the end of what goes on in the background
+                self._kill()
             if is_mine:
+                self.armed = True
                 threading.Timer(self.plan["after_s"], self._kill).start()
             try:
                 return function(*args, **kwargs)

@@ -164,8 +164,9 @@ def test_checkpoints_on_a_disk_that_fails(how, async_save, disk, straight, tmp_p
     assert not list((disk / "save").glob(".iter*"))
 
 
-@pytest.mark.parametrize("how", [FULL, READ_ONLY, GONE])
+@pytest.mark.parametrize("how", [READ_ONLY, GONE])
 def test_finished_groups_on_a_disk_that_fails(how, disk, straight, tmp_path):
+    """On a full disk they have the room of the last step's, which are removed first."""
     accident.at(1, "prompts", lambda: break_disk(how, disk))
     with pytest.raises(DiskError) as failed:
         run(tmp_path, save=str(disk / "save"))
@@ -198,9 +199,11 @@ def test_a_run_folder_on_a_disk_that_fails(how, async_save, disk, straight, tmp_
 def test_a_disk_that_cannot_be_written_is_found_before_anything_is_computed(how, flag, disk, source, tmp_path):
     accident.at(0, "prompts", lambda: pytest.fail("the run has begun"))
     break_disk(how, disk)
-    options = {"hf_checkpoint": str(source)} if flag == "save_hf" else {}
     with pytest.raises(ConfigError, match=f"{how}.*--{flag.replace('_', '-')}"):
-        run(tmp_path, **options | {flag: str(disk / "some" / "folder")})
+        if flag == "save_hf":
+            hf_run(tmp_path, source, disk / "some" / "folder")
+        else:
+            run(tmp_path, **{flag: str(disk / "some" / "folder")})
     assert sorted(path.name for path in disk.iterdir()) == (["filler"] if how == FULL else [])
 
 
