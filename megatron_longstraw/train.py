@@ -273,7 +273,7 @@ def check_folders(config: Config, folder: HFFolder | None) -> None:
     """Whether the folders that the run writes into can be written, as far as that can be known beforehand.
 
     Args:
-        folder: that of --hf-checkpoint, whose size is that of --save-hf.
+        folder: that of --hf-checkpoint, if given, whose size is that of --save-hf.
 
     Raises:
         ConfigError, FolderError: one cannot.
@@ -285,7 +285,8 @@ def check_folders(config: Config, folder: HFFolder | None) -> None:
         problems.append(problem_with(config.run.run_dir, "--run-dir"))
     if checkpoint.save_hf is not None:
         check_target(Path(checkpoint.save_hf))
-        problems.append(problem_with(checkpoint.save_hf, "--save-hf", folder.files.num_bytes))
+        need_bytes = 0 if folder is None else folder.files.num_bytes
+        problems.append(problem_with(checkpoint.save_hf, "--save-hf", need_bytes))
     if any(problems):
         raise ConfigError(list(filter(None, problems)))
 

@@ -13,11 +13,15 @@ from megatron_longstraw.mcore.checkpoint_folder import (
 FILES = {"__0_0.distcp": b"weights" * 20, "__1_0.distcp": b"moments" * 30, ".metadata": b"where"}
 
 
-def write(folder, iteration):
+def write_files(folder, iteration):
     partial = begin(folder, iteration)
     for name, data in FILES.items():
         (partial / name).write_bytes(data)
-    publish(folder, iteration, measure(partial, 0, 1), {"steps": iteration})
+    return measure(partial, 0, 1)
+
+
+def write(folder, iteration):
+    publish(folder, iteration, write_files(folder, iteration), {"steps": iteration})
 
 
 @pytest.fixture
@@ -88,8 +92,10 @@ def test_a_process_that_ends_anywhere_leaves_a_whole_checkpoint(written_before, 
             write(folder, 2)
             (folder / checkpoint_folder.TRACKER).write_text("1")
 
+        files = write_files(folder, 2)
+
         def end_of_step():
-            write(folder, 2)
+            publish(folder, 2, files, {"steps": 2})
             prune(folder, 1, None)
 
         if not ends_at(line, end_of_step):
