@@ -116,6 +116,7 @@ class Driver:
     def __init__(self, plan: dict, rank: str):
         self.plan, self.rank = plan, rank
         self.step, self.entries, self.armed = -1, 0, False
+        self.dying = threading.Lock()
         self.times: list[tuple[str, int, float]] = []
 
     def install(self) -> None:
@@ -158,6 +159,7 @@ class Driver:
         return self.entries == self.plan["entry"]
 
     def _kill(self) -> None:
+        self.dying.acquire()  # the timer may come at the phase's very end
         Path(self.plan["told"]).write_text(json.dumps({"step": self.step, "at": time.time()}))
         if self.plan["who"] == "job":
             for pid in processes(Path.cwd()):
