@@ -108,6 +108,7 @@ class RLStep:
         report = StepReport(own, rollout_metrics(own, report_of(own)))
         if self.save is not None:
             self.save(step, groups)
+            self.stop_if_asked()
         for work in minibatches:
             for item in work:
                 item.advantages = advantages_of(item.batch, algorithm)

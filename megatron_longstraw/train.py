@@ -19,9 +19,11 @@ import torch.distributed as dist
 
 from megatron_longstraw.agreement import check_ranks_agree
 from megatron_longstraw.algorithm import RLStep, StepReport
-from megatron_longstraw.config import Config, parse_args
+from megatron_longstraw.config import Config, ConfigError, parse_args
 from megatron_longstraw.convert.adopt import check_window, open_folder, with_model_of
+from megatron_longstraw.convert.folder import HFFolder
 from megatron_longstraw.data.task import Task, check_prompts
+from megatron_longstraw.disk import DiskError, problem_with, writing
 from megatron_longstraw.interruption import Interrupted, StopRequest, end_with_torchrun
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.hf_weights import check_target, save_hf
@@ -38,7 +40,7 @@ from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.run_log import RunLog, check_sinks, peak_memory_bytes
 from megatron_longstraw.sources import describe, task_maker, training_source, with_stop_ids
-from megatron_longstraw.user_errors import is_lost_peer, let_others_speak
+from megatron_longstraw.user_errors import lost_a_rank, report_lost_rank
 from megatron_longstraw.user_errors import report as report_error
 from megatron_longstraw.watchdog import Watchdog
 
@@ -79,14 +81,18 @@ def train(
 
     Raises:
         Interrupted: it was asked to stop, and has written a checkpoint where --save asks for any.
+        DiskError: on the rank that could not write into --run-dir; all have stopped as if asked to.
     """
     config = policy.config
     optimizer, progress = optimizer or PolicyOptimizer(policy), progress or Progress()
     scorer = save = None
+    failures: list[DiskError] = []
     if config.data.rollout_file is None:
         scorer = Scorer(load_function(config.reward.reward_function), config.reward.reward_error_policy, task.render)
         path = log.folder / "rollouts.jsonl"
-        save = RolloutSaver(policy.layout, path, progress.steps) if config.data.save_rollouts else None
+        if config.data.save_rollouts:
+            save = _stopping(RolloutSaver(policy.layout, path, progress.steps), stop, failures)
+    write_log = _stopping(log.step, stop, failures)
     finished = None if state is None or config.checkpoint.save is None else FinishedGroups(policy, config.checkpoint.save)
     rl_step = RLStep(policy, optimizer, scorer, save, finished, stop)
     # By step; -1: before the first, of a caller that trained the policy already.
@@ -108,7 +114,7 @@ def train(
             for name, cost in policy.meter.costs.items():
                 total.costs[name].seconds += cost.seconds
                 total.costs[name].tokens += cost.tokens
-            log.step(step, metrics, report.skipped)
+            write_log(step, metrics, report.skipped)
             progress.steps = step + 1
             updates[step] = report.updates
             progress.nonfinite_in_a_row = progress.nonfinite_in_a_row + 1 if report.nonfinite else 0
@@ -122,6 +128,8 @@ def train(
     except Interrupted:
         if state is not None:
             state.save_unless_saved(progress)
+        for failure in failures:
+            raise failure from None
         raise
     finally:
         watchdog.stop()
@@ -129,6 +137,21 @@ def train(
         state.finish_writing()
     calls = {name: (cost.seconds, cost.tokens) for name, cost in total.costs.items()}
     return RunSummary(rewards, calls, tokens_dense)
+
+
+def _stopping(write: Callable[..., None], stop: StopRequest | None, failures: list[DiskError]) -> Callable[..., None]:
+    """`write`, whose failure on one rank becomes a request to all of them to stop at the next safe point."""
+
+    def attempt(*args) -> None:
+        try:
+            write(*args)
+        except DiskError as error:
+            if stop is None:
+                raise
+            failures.append(error)
+            stop.received = stop.received or str(error)
+
+    return attempt
 
 
 def step_metrics(policy: Policy, report: StepReport, step_s: float) -> dict[str, float]:
@@ -222,8 +245,7 @@ def run(config: Config) -> RunSummary:
     folder = open_folder(config)
     config = with_model_of(config, folder).resolve()
     check_window(config, folder)
-    if config.checkpoint.save_hf is not None:
-        check_target(Path(config.checkpoint.save_hf))
+    check_folders(config, folder)
     check_sinks(config)
     reward_function, make_task = load_function(config.reward.reward_function), task_maker(config)
     layout = parallel.initialize(config)
@@ -248,33 +270,59 @@ def run(config: Config) -> RunSummary:
         log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
         log.say(f"prompts    {describe(source)}")
         for note in start.notes:
-            log.say(f"checkpoint {note}")
+            log.say(f"start      {note}")
         summary = train(policy, source, log, optimizer, state, progress, stop)
-        print_summary(log, config, summary)
         if config.checkpoint.save_hf is not None:
-            for note in save_hf(policy.chunks, config.model, folder, config.checkpoint.save_hf):
+            with writing(config.checkpoint.save_hf, "--save-hf"):
+                notes = save_hf(policy.chunks, config.model, folder, config.checkpoint.save_hf)
+            for note in notes:
                 log.say(f"export     {note}")
             log.say(f"model      {config.checkpoint.save_hf}")
+        print_summary(log, config, summary)
     finally:
         log.close()
     return summary
 
 
+def check_folders(config: Config, folder: HFFolder | None) -> None:
+    """Whether the folders that the run writes into can be written, as far as that can be known beforehand.
+
+    Args:
+        folder: that of --hf-checkpoint, if given, whose size is that of --save-hf.
+
+    Raises:
+        ConfigError, FolderError: one cannot.
+    """
+    checkpoint, problems = config.checkpoint, []
+    if checkpoint.save is not None:
+        problems.append(problem_with(checkpoint.save, "--save"))
+    if os.environ.get("RANK", "0") == "0":  # the one that writes it
+        problems.append(problem_with(config.run.run_dir, "--run-dir"))
+    if checkpoint.save_hf is not None:
+        check_target(Path(checkpoint.save_hf))
+        need_bytes = 0 if folder is None else folder.files.num_bytes
+        problems.append(problem_with(checkpoint.save_hf, "--save-hf", need_bytes))
+    if any(problems):
+        raise ConfigError(list(filter(None, problems)))
+
+
 def exit_status(body: Callable[[], object]) -> int:
-    """Run a program's body: 0 (also where it stopped on request), or 1 with one message on the screen for what a user can
-    mend (anything else is a bug and keeps its traceback). Leaves the process group either way."""
+    """Run a program's body: 0 (also where it stopped on request), or 1 with one line on the screen for what a user can
+    mend or another rank has to answer for (anything else is a bug and keeps its traceback). Leaves the process group
+    either way."""
     try:
         body()
     except Interrupted as stop:
         if os.environ.get("RANK", "0") == "0":
             print(f"stopped: {stop}; the same command goes on from the checkpoint", flush=True)
-    except (ValueError, FloatingPointError, RewardError, TrainingStopped, CheckpointError) as error:
+    except (ValueError, FloatingPointError, RewardError, TrainingStopped, CheckpointError, DiskError) as error:
         report_error(error)
         return 1
     except RuntimeError as error:
-        if is_lost_peer(error):
-            let_others_speak()
-        raise
+        if not lost_a_rank(error):
+            raise
+        report_lost_rank(error)
+        return 1
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

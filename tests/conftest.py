@@ -14,6 +14,8 @@ MARKERS = {
 
 def pytest_addoption(parser):
     parser.addoption("--slow", action="store_true", help="run the tests marked slow as well")
+    parser.addoption("--kills", type=int, default=4, help="how often test_kills.py kills a run")
+    parser.addoption("--kill-seed", type=int, default=3, help="decides when and whom")
 
 
 def pytest_configure(config):

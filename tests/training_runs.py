@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
 
+import numpy as np
 import torch
 
 from megatron_longstraw.algorithm import RLStep
@@ -43,12 +45,19 @@ def train(rank: int, steps: int, options: dict, reward=noisy_score) -> dict:
     while progress.steps < steps:
         groups = random_groups(2, LENGTHS, [], seed=progress.steps)
         metrics = rl_step.run(progress.steps, groups).metrics.to_means()
-        history.append({name: metrics[name] for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/lr")})
+        row = {name: metrics[name] for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/lr")}
+        history.append(row | {"random_states": random_states(), "schedule_steps": optimizer.schedule.num_steps})
         progress.steps += 1
     if config.checkpoint.save is not None:
         state.save(progress)
         state.finish_writing()
     return {"history": history, "weights": fingerprints(policy), "notes": start.notes, "steps": progress.steps}
+
+
+def random_states() -> str:
+    """Hash of Python's, NumPy's and torch's global generators."""
+    states = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
+    return hashlib.sha256(repr(states).encode()).hexdigest()
 
 
 def fingerprints(policy: Policy) -> dict[tuple, str]:

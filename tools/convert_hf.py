@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from megatron_longstraw.config import Config, ConfigError, parse_args, to_toml
 from megatron_longstraw.convert.adopt import open_folder, with_model_of
 from megatron_longstraw.convert.folder import HFFolder
+from megatron_longstraw.disk import problem_with, writing
 from megatron_longstraw.mcore import cpu_runtime, parallel
 from megatron_longstraw.mcore.calls import response_logits
 from megatron_longstraw.mcore.checkpoint import check_no_checkpoint, load_weights, require_newest, save_weights, saved_dtypes
@@ -80,7 +81,9 @@ def export_hf(config: Config, folder: HFFolder, target: Path) -> None:
     load(config, chunks, folder, checkpoint.path)
     for note in notes:
         say(note)
-    for note in save_hf(chunks, config.model, folder, target):
+    with writing(target, "--save"):
+        notes = save_hf(chunks, config.model, folder, target)
+    for note in notes:
         say(note)
     say(f"wrote {target} in {time.perf_counter() - begin:.1f} s")
 
@@ -150,9 +153,11 @@ def main() -> None:
     config, args = parse_args(extra=parser)
     needs = {"import": ("hf", "save"), "export": ("hf", "save", "load"), "verify": ("hf",)}[args.command]
     given = {"hf": args.hf, "save": config.checkpoint.save, "load": config.checkpoint.load}
-    missing = [f"{args.command} needs --{name}" for name in needs if given[name] is None]
-    if missing:
-        raise ConfigError(missing)
+    problems = [f"{args.command} needs --{name}" for name in needs if given[name] is None]
+    if "save" in needs and given["save"] is not None:
+        problems.append(problem_with(given["save"], "--save"))
+    if any(problems):
+        raise ConfigError(list(filter(None, problems)))
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, hf_checkpoint=args.hf))
     folder = open_folder(config)
     for warning in folder.warnings:

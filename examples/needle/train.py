@@ -30,7 +30,7 @@ from megatron_longstraw.mcore.training_state import TrainingState, find_start
 from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.run_log import RunLog
 from megatron_longstraw.sources import training_source
-from megatron_longstraw.train import exit_status, print_summary, train
+from megatron_longstraw.train import check_folders, exit_status, print_summary, train
 
 CURRICULUM = "16:100:64,32:40:64,64:20:32,128:8:16"
 
@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--warmup-lr", type=float, default=3e-3)
     config, args = parse_args(extra=parser)
     config = config.resolve()
+    check_folders(config, None)
     layout = parallel.initialize(config)
     config = with_chunk_tokens(config, dist.get_world_size())
     source = training_source(config, task(config))

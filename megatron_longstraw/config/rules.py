@@ -372,7 +372,7 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
     optimizer = config.optimizer
     decay_name, decay_iters = "lr_decay_iters", optimizer.lr_decay_iters
     if decay_iters is None:
-        decay_name, decay_iters = "train_iters", config.run.train_iters
+        decay_name, decay_iters = "train_iters", config.run.train_iters * config.algorithm.updates_per_step
     # Megatron's scheduler asserts a strict inequality, with every decay style.
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
         yield _problem(

@@ -290,6 +290,11 @@ class AlgorithmConfig:
             ppo_mini_batch_size=_default(self.ppo_mini_batch_size, self.train_batch_size),
         )
 
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps that a step takes, if every mini-batch has something to learn from; of a resolved section."""
+        return self.ppo_epochs * max(1, self.train_batch_size // max(1, self.ppo_mini_batch_size))
+
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig:
@@ -375,8 +380,10 @@ class OptimizerConfig:
     lr_decay_style: str = option(
         "constant", "learning rate after the warmup", choices=("constant", "linear", "cosine")
     )
-    lr_warmup_iters: int = option(0, "steps in which the learning rate rises linearly from 0", minimum=0)
-    lr_decay_iters: int | None = option(None, "steps until min_lr, warmup included; none: train_iters", minimum=1)
+    lr_warmup_iters: int = option(0, "optimizer steps in which the learning rate rises linearly from 0", minimum=0)
+    lr_decay_iters: int | None = option(
+        None, "optimizer steps until min_lr, warmup included; none: those of train_iters steps", minimum=1
+    )
     weight_decay: float = option(0.01, "decoupled weight decay", minimum=0.0)
     adam_beta1: float = option(0.9, "decay of the gradient average", minimum=0.0, below=1.0)
     adam_beta2: float = option(0.999, "decay of the squared gradient average", minimum=0.0, below=1.0)

@@ -74,6 +74,11 @@ class TensorFiles:
         self.files = names
         self._handles: dict[str, Any] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all files."""
+        return sum((self.folder / name).stat().st_size for name in self.files)
+
     def read(self, name: str, block: Block) -> Tensor:
         """A block of a tensor, in the file's dtype.
 

@@ -40,6 +40,7 @@ def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) ->
     """
     folder = Path(folder)
     check_no_checkpoint(folder)
+    together(lambda: folder.mkdir(parents=True, exist_ok=True))
     state = model_state(chunks)
     apply_factories(state)
     _split_storages(state, chunks)
@@ -53,12 +54,12 @@ def save_weights(chunks: list[GPTModel], folder: str | Path, model_toml: str) ->
 def write(
     state: dict[str, Any], folder: Path, iteration: int | None, facts: dict[str, Any], *, in_background: bool = False
 ) -> AsyncRequest | None:
-    """Write a sharded state as a checkpoint of `folder`; a call of all ranks.
+    """Write a sharded state as a checkpoint of `folder`, which exists; a call of all ranks.
 
     Returns: with `in_background`, the request to hand to Megatron's AsyncCallsQueue, which names the checkpoint when
         all ranks have written their part.
     """
-    partial = _together(lambda: checkpoint_folder.begin(folder, iteration))
+    partial = together(lambda: checkpoint_folder.begin(folder, iteration))
     with cpu_runtime.tensor_scope():
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=in_background)
     if request is not None:
@@ -73,7 +74,7 @@ def _publish(folder: Path, iteration: int | None, facts: dict[str, Any]) -> None
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, checkpoint_folder.measure(partial, dist.get_rank(), dist.get_world_size()))
     files = {name: fact for part in parts for name, fact in part.items()}
-    _together(lambda: checkpoint_folder.publish(folder, iteration, files, facts))
+    together(lambda: checkpoint_folder.publish(folder, iteration, files, facts))
 
 
 def check_no_checkpoint(folder: Path) -> None:
@@ -194,7 +195,7 @@ def _split_storages(state: dict, chunks: list[GPTModel]) -> None:
                 parameter.data = parameter.data.new_empty(0)
 
 
-def _together(action: Callable[[], Any]) -> Any:
+def together(action: Callable[[], Any]) -> Any:
     """Do it on rank 0; its result, or what it raised, on every rank, so that none waits for the others."""
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:

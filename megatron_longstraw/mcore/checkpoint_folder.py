@@ -73,11 +73,19 @@ def partial_path(folder: Path, iteration: int | None) -> Path:
 
 
 def begin(folder: Path, iteration: int | None) -> Path:
-    """An empty folder under a temporary name to write a checkpoint into."""
+    """An empty folder under a temporary name to write a checkpoint into. `folder` must exist: one that is gone in the
+    middle of a run may be a disk that is."""
     partial = partial_path(folder, iteration)
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    partial.mkdir()
     return partial
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a run that was killed left under temporary names."""
+    for name in (".iter_*.partial", ".iter_*.removed"):
+        for path in folder.glob(name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def measure(partial: Path, rank: int, world_size: int) -> dict[str, list[int]]:

@@ -79,21 +79,23 @@ def save_hf(chunks: list[GPTModel], model: ModelConfig, folder: HFFolder, target
             raise FolderError(target, missing)
         partial.rename(target)
 
-    try:
-        _on_rank_0(begin)
-        for shard, parameter in _owned_shards(chunks, model):
+    def fill():
+        for shard, parameter in owned:
             for piece in folder.exported_pieces(shard):
                 writer.write(piece.name, piece.source, parameter[piece.target])
         if dist.get_rank() == 0:
             for name in folder.extra:
                 writer.copy(name)
                 notes.append(f"{name}: copied from {folder.path}")
-        writer.close()
+
+    try:
+        _on_rank_0(begin)
+        owned = list(_owned_shards(chunks, model))
+        _on_every_rank(fill, writer.close)
         written: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(written, writer.written_bytes)
         _on_rank_0(lambda: end(written))
     except (OSError, FolderError):
-        writer.close()
         if dist.get_rank() == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -131,3 +133,19 @@ def _on_rank_0(action: Callable[[], None]) -> None:
     dist.broadcast_object_list(outcome, src=0)
     if outcome[0] is not None:
         raise outcome[0]
+
+
+def _on_every_rank(action: Callable[[], None], close: Callable[[], None]) -> None:
+    """Run both; what any rank's raise is raised on every rank."""
+    own: OSError | None = None
+    try:
+        try:
+            action()
+        finally:
+            close()
+    except OSError as error:
+        own = error
+    errors: list[OSError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, own)
+    for error in filter(None, errors):
+        raise error

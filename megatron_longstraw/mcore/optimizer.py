@@ -51,7 +51,7 @@ class PolicyOptimizer:
                 policy.ddp,
             )
         self._prepare_state()
-        decay_steps = options.lr_decay_iters or config.run.train_iters
+        decay_steps = options.lr_decay_iters or config.run.train_iters * config.algorithm.updates_per_step
         self.schedule = OptimizerParamScheduler(
             self._optimizer,
             init_lr=0.0,
@@ -79,7 +79,6 @@ class PolicyOptimizer:
         self.schedule.step(increment=1)
         self.policy.weights_changed()
         return StepResult(float(grad_norm), lr)
-
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ other. Prompts and sampled tokens are functions of the step, so the step's numbe
 from __future__ import annotations
 
 import random
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQu
 from torch.distributed.checkpoint import CheckpointException
 
 from megatron_longstraw.config import CheckpointConfig, ConfigError, changed_settings, load_toml, to_toml
+from megatron_longstraw.disk import cause, probe, writing
 from megatron_longstraw.mcore import checkpoint_folder, cpu_runtime
-from megatron_longstraw.mcore.checkpoint import model_state, newest, require_newest, state_metadata, write
+from megatron_longstraw.mcore.checkpoint import model_state, newest, require_newest, state_metadata, together, write
 from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
 from megatron_longstraw.mcore.optimizer import PolicyOptimizer, plain_parts
 from megatron_longstraw.mcore.policy import Policy
+from megatron_longstraw.user_errors import lost_a_rank
 
 
 class CheckpointError(RuntimeError):
@@ -79,14 +82,24 @@ def find_start(options: CheckpointConfig) -> Start:
 
 
 class TrainingState:
-    """The checkpoints of one run."""
+    """The checkpoints of one run, in a folder that is made here.
+
+    Raises:
+        DiskError: that is not possible.
+    """
 
     def __init__(self, policy: Policy, optimizer: PolicyOptimizer):
         self.policy, self.optimizer = policy, optimizer
         self.options = policy.config.checkpoint
         self._queue = AsyncCallsQueue() if self.options.async_save else None
         self._saved_steps: int | None = None
-        """Of the newest checkpoint."""
+        """Of the newest checkpoint, written or being written."""
+        if self.options.save is not None:
+            folder = Path(self.options.save)
+            with writing(folder, "--save"):
+                folder.mkdir(parents=True, exist_ok=True)
+            if dist.get_rank() == 0:
+                checkpoint_folder.sweep(folder)
 
     # -- going on --------------------------------------------------------------------------------------------
 
@@ -122,9 +135,10 @@ class TrainingState:
         if self.options.save is None:
             return
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with _NamedFailure(Path(self.options.save), None):
-                if self._queue.maybe_finalize_async_calls(blocking=False):
-                    self._prune()
+            with _NamedFailure(Path(self.options.save), self._saved_steps):
+                written = self._queue.maybe_finalize_async_calls(blocking=False)
+            if written:
+                self._prune()
         last = progress.steps == self.policy.config.run.train_iters
         if last or (self.options.save_interval is not None and progress.steps % self.options.save_interval == 0):
             self.save(progress)
@@ -164,35 +178,48 @@ class TrainingState:
     def finish_writing(self) -> None:
         """Wait for the background; a call of all ranks."""
         if self._queue is not None and self._queue.get_num_unfinalized_calls():
-            with _NamedFailure(Path(self.options.save), None):
+            with _NamedFailure(Path(self.options.save), self._saved_steps):
                 self._queue.maybe_finalize_async_calls(blocking=True)
             self._prune()
 
     def _prune(self) -> None:
-        if dist.get_rank() == 0:
-            checkpoint_folder.prune(
-                Path(self.options.save), self.options.max_ckpt_to_keep, self.options.save_retain_interval
-            )
-        dist.barrier()
+        folder, options = Path(self.options.save), self.options
+        with writing(folder, "--save"):
+            together(lambda: checkpoint_folder.prune(folder, options.max_ckpt_to_keep, options.save_retain_interval))
 
 
 class _NamedFailure:
     """Turns what file systems and Megatron's writers raise into one clear error, and leaves no half checkpoint."""
 
-    def __init__(self, folder: Path, steps: int | None):
+    def __init__(self, folder: Path, steps: int):
         self.folder, self.steps = folder, steps
 
     def __enter__(self):
         return self
 
     def __exit__(self, kind, error, traceback):
-        if not isinstance(error, (OSError, CheckpointException, CheckpointingException)):
+        reason = None if error is None else self._reason(error)
+        if reason is None:
             return False
-        what = "a checkpoint" if self.steps is None else f"the checkpoint of step {self.steps}"
+        if dist.get_rank() == 0:  # what is left would take the room that is to be made
+            shutil.rmtree(checkpoint_folder.partial_path(self.folder, self.steps), ignore_errors=True)
         raise CheckpointError(
-            f"{what} cannot be written to {self.folder}: {_first_line(error)}; earlier ones are as they were. Make room "
-            f"or change --save, and start again: the run goes on from the newest"
+            f"the checkpoint of step {self.steps} cannot be written to {self.folder}: {reason}; earlier ones are as "
+            f"they were. Make room or change --save, and start again: the run goes on from the newest"
         ) from error
+
+    def _reason(self, error: BaseException) -> str | None:
+        """None: the error is of another kind."""
+        try:
+            probe(self.folder)  # torch's own writers do not repeat what the system says
+            system = ""
+        except OSError as failure:
+            system = cause(failure)
+        if isinstance(error, (OSError, CheckpointException, CheckpointingException)):
+            said = _first_line(error)
+            return said if not system or system.partition(" (")[0] in said else f"{system}; {said}"
+        writer_failed = isinstance(error, RuntimeError) and not lost_a_rank(error)
+        return system if writer_failed and system else None
 
 
 def _first_line(error: BaseException) -> str:

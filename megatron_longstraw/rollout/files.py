@@ -10,16 +10,22 @@ from megatron_longstraw.config import Config
 from megatron_longstraw.data.rollout_files import RolloutReader, RolloutWriter
 from megatron_longstraw.data.rollout_rows import Limits
 from megatron_longstraw.data.task import Task
+from megatron_longstraw.disk import writing
 from megatron_longstraw.mcore.parallel import Layout
 from megatron_longstraw.types import PromptGroup
 
 
 class RolloutSaver:
-    """Writes each step's groups of all ranks, in the order of the batch, from rank 0, after those of `steps_done`."""
+    """Writes each step's groups of all ranks, in the order of the batch, from rank 0, after those of `steps_done`.
+
+    Raises:
+        DiskError: on rank 0, here or when a step is written: the file cannot be.
+    """
 
     def __init__(self, layout: Layout, path: Path, steps_done: int = 0):
-        self.layout = layout
-        self.writer = RolloutWriter(path, steps_done) if dist.get_rank() == 0 else None
+        self.layout, self.path = layout, path
+        with writing(path, "--run-dir"):
+            self.writer = RolloutWriter(path, steps_done) if dist.get_rank() == 0 else None
 
     def __call__(self, step: int, groups: list[PromptGroup]) -> None:
         """`groups`: the global batch, alike on every rank but for the branches, which the owning replica has."""
@@ -28,7 +34,8 @@ class RolloutSaver:
             return
         whole = gather_groups(self.layout, groups)
         if self.writer is not None:
-            self.writer.write(step, whole)
+            with writing(self.path, "--run-dir"):
+                self.writer.write(step, whole)
 
 
 def gather_groups(layout: Layout, groups: list[PromptGroup]) -> list[PromptGroup]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.data.rollout_files import RolloutReader
 from megatron_longstraw.data.rollout_groups import format_group
+from megatron_longstraw.disk import writing
 from megatron_longstraw.mcore.packing import PromptBatch
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.types import PromptGroup, prompt_digest
@@ -26,7 +27,11 @@ FOLDER = "in_progress"
 
 
 class FinishedGroups:
-    """Responses of the current step's groups on the disk, with log-probs and rewards."""
+    """Responses of the current step's groups on the disk, with log-probs and rewards, in a folder that exists.
+
+    Raises:
+        DiskError: when a step begins or a group is kept, on the rank that cannot write it.
+    """
 
     def __init__(self, policy: Policy, save: str | Path):
         self.policy, self.root = policy, Path(save) / FOLDER
@@ -44,10 +49,12 @@ class FinishedGroups:
         key = hashlib.sha256(repr((parts, config.rollout, config.run.seed)).encode()).hexdigest()[:12]
         self.folder = self.root / f"step_{step:07d}-{key}"
         if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for other in self.root.iterdir():
-                if other != self.folder:
-                    shutil.rmtree(other)
+            with writing(self.root, "--save"):
+                self.root.mkdir(exist_ok=True)
+                self.folder.mkdir(exist_ok=True)
+                for other in self.root.iterdir():
+                    if other != self.folder:
+                        shutil.rmtree(other)
         dist.barrier()
 
     def load(self, step: int, batch: PromptBatch | None) -> bool:
@@ -69,8 +76,9 @@ class FinishedGroups:
         for group in batch.groups:
             path = self._path(group)
             partial = path.with_suffix(".partial")
-            partial.write_bytes(format_group(step, group))
-            os.replace(partial, path)
+            with writing(self.root, "--save"):
+                partial.write_bytes(format_group(step, group))
+                os.replace(partial, path)
 
     def _agree(self, found: bool) -> bool:
         """Ranks of a replica see one folder, but not all at the same moment."""

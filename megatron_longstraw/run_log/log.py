@@ -9,6 +9,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from megatron_longstraw.config import Config, ConfigError, to_toml
+from megatron_longstraw.disk import writing
 from megatron_longstraw.run_log.environment import environment
 from megatron_longstraw.run_log.progress import ProgressDisplay
 from megatron_longstraw.run_log.sinks import JsonLines, TensorBoard, WandB, read_metrics
@@ -67,12 +68,17 @@ class RunLog:
                 print(text, flush=True)
 
     def step(self, step: int, metrics: dict[str, float], notes: list[str]) -> None:
-        """The metrics to every sink, and one line with a progress bar on the screen."""
+        """The metrics to every sink, and one line with a progress bar on the screen.
+
+        Raises:
+            DiskError: the folder cannot be written any more.
+        """
         if not self.active:
             return
         self.rewards.append(metrics["critic/score/mean"])
-        for sink in self._sinks:
-            sink.step(step, metrics)
+        with writing(self.folder, "--run-dir"):
+            for sink in self._sinks:
+                sink.step(step, metrics)
         self._step_s.append(metrics["timing_s/step"])
         shown = [
             f"reward {metrics['critic/score/mean']:.3f}",
@@ -110,15 +116,17 @@ class RunLog:
         axes.grid(alpha=0.3)
         axes.legend(loc="lower right")
         figure.tight_layout()
-        figure.savefig(self.folder / "reward.png")
+        with writing(self.folder, "--run-dir"):
+            figure.savefig(self.folder / "reward.png")
         pyplot.close(figure)
         return self.folder / "reward.png"
 
     def close(self) -> None:
         if self.progress is not None:
             self.progress.close()
-        for sink in self._sinks:
-            sink.close()
+        with writing(self.folder, "--run-dir"):
+            for sink in self._sinks:
+                sink.close()
 
 
 def progress(done: int, total: int) -> str:

@@ -22,14 +22,14 @@ class JsonLines:
         """Keeps the lines of steps before `first_step`, and begins anew where there are none."""
         kept = read_metrics(path)[0] if first_step and path.exists() else []
         _replace(path, b"".join(_line(row) for row in kept if row[STEP] < first_step))
-        self._file = path.open("ab")
+        self.path = path
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        self._file.write(_line({STEP: step, **metrics}))
-        self._file.flush()
+        with self.path.open("ab") as file:  # an open file would take lines long after its folder is gone
+            file.write(_line({STEP: step, **metrics}))
 
     def close(self) -> None:
-        self._file.close()
+        pass
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that disagree, hang or wait too long."""
+"""Ranks that disagree, hang, wait too long, or share a disk that fails."""
 import json
 import os
 import re
@@ -13,9 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_longstraw import train
 from megatron_longstraw.agreement import PACKAGE, check_ranks_agree
 from megatron_longstraw.config import ConfigError, load_config
+from megatron_longstraw.disk import DiskError
+from megatron_longstraw.interruption import Interrupted
 from megatron_longstraw.mcore import parallel
+from megatron_longstraw.mcore.checkpoint_folder import candidates
 from megatron_longstraw.train import TrainingStopped, run
 from tests.distributed.launch import run_ranks
 from tests.helpers import TINY, random_groups
@@ -199,3 +203,42 @@ def test_a_reward_function_that_never_answers_ends_with_the_stacks_of_all_ranks(
     assert 'sleepy.py", line 20 in server_that_does_not_answer' in sleeping, done.stderr[-6000:]
     waiting, _, reason = done.stderr.partition("RuntimeError: ")
     assert re.search(r'rollout/scoring\.py", line \d+, in score', waiting) and "imed out" in reason.splitlines()[0]
+
+
+class PromptsThatLoseTheRunFolder:
+    """In the second step it is gone."""
+
+    def __init__(self, run_dir):
+        self.run_dir = run_dir
+
+    def prompts(self, step, num_prompts):
+        if step == 1 and dist.get_rank() == 0:
+            shutil.rmtree(self.run_dir)
+        return random_groups(num_prompts, [30, 20], [], seed=step)
+
+    def render(self, token_ids):
+        return "".join(chr(97 + token % 26) for token in token_ids)
+
+
+def prompts(config):
+    return PromptsThatLoseTheRunFolder(config.run.run_dir)
+
+
+def train_until_it_stops(rank, folder):
+    options = dict(
+        prompt_function=f"{__name__}:prompts", reward_function="tests.training_runs:score", train_iters=3,
+        run_dir=f"{folder}/run", save=f"{folder}/save",
+    )  # fmt: skip
+    try:
+        train.run(load_config(overrides=TINY | options))
+    except (DiskError, Interrupted) as error:
+        return type(error).__name__, str(error)
+
+
+def test_a_run_folder_that_is_lost_stops_all_ranks_with_a_checkpoint(tmp_path):
+    """It is written by one rank; one says why, and none waits for another."""
+    first, second = run_ranks(train_until_it_stops, 2, tmp_path)
+    assert first[0] == "DiskError" and "No such file" in first[1] and "--run-dir" in first[1]
+    assert second == ("Interrupted", "asked to stop")
+    (newest,) = candidates(tmp_path / "save")
+    assert newest.iteration == 1 and newest.damage() is None

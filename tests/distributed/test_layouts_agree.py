@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_longstraw.algorithm import RLStep
-from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of
+from megatron_longstraw.gradients import Work, accumulate_gradients, advantages_of, in_step
 from megatron_longstraw.mcore.calls import capture, score
 from megatron_longstraw.mcore.packing import batch_prompts
 from megatron_longstraw.objectives.policy_loss import PolicyObjective
@@ -13,7 +13,7 @@ from megatron_longstraw.rewards.loading import RewardError
 from megatron_longstraw.rollout.scoring import Scorer
 from megatron_longstraw.train import merge
 from megatron_longstraw.types import Branch, PromptGroup
-from tests.helpers import random_groups, tiny_trainer, weights
+from tests.helpers import gradients, random_groups, tiny_trainer, weights, worst_relative_error
 
 from .launch import RankFailure, run_ranks
 
@@ -146,3 +146,25 @@ def test_a_prompt_and_a_response_of_one_token_each():
     layout = dict(tensor_model_parallel_size=2, sequence_parallel=True, context_parallel_size=2)
     (alone,) = run_ranks(one_token_each, 1, {})
     assert run_ranks(one_token_each, 4, layout) == pytest.approx([alone] * 4, abs=1e-5)
+
+
+def uneven_gradients(rank: int, options: dict) -> tuple[int, dict]:
+    """How many micro-batches of prompts this rank has of its own, and its gradients of all ranks' prompts."""
+    policy, _ = tiny_trainer(num_experts=4, moe_ffn_hidden_size=32, **options)
+    groups = random_groups(4, [90, 20, 3, 40], [4, 1, 6])
+    own = groups if policy.layout.dp_size == 1 else [groups[:1], groups[1:]][rank]
+    batches = batch_prompts(own, 1)
+    work = [Work(batch, advantages_of(batch, policy.config.algorithm)) for batch in in_step(policy, batches)]
+    accumulate_gradients(policy, work, PolicyObjective())
+    return len(batches), gradients(policy)
+
+
+@pytest.mark.dist
+def test_expert_parallel_ranks_with_different_numbers_of_micro_batches():
+    """K09: one long prompt here, three short ones there; empty ones make up the difference and weigh nothing."""
+    ((_, alone),) = run_ranks(uneven_gradients, 1, {})
+    ranks = run_ranks(uneven_gradients, 2, dict(expert_model_parallel_size=2))
+    assert [count for count, _ in ranks] == [1, 3]
+    for _, own in ranks:
+        assert worst_relative_error(own, {key: alone[key] for key in own}) < 1e-5
+    assert {key for _, own in ranks for key in own} == set(alone)

@@ -1,4 +1,4 @@
-"""What reaches the ranks of a torchrun: USR1, whether they listen yet or not, and its end."""
+"""What reaches the ranks of a torchrun: USR1, whether they listen yet or not, and its end; and what is said of theirs."""
 import os
 import signal
 import subprocess
@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from megatron_longstraw.agent import deaths
 
 ROOT = Path(__file__).parents[2]
 RANK = """
@@ -114,3 +116,20 @@ def test_usr1_reaches_every_rank_and_ends_none(tmp_path):
     finally:
         agent.kill()
     assert len(list(tmp_path.glob("stopped-*"))) == 2
+
+
+def test_a_death_is_told_with_rank_and_signal():
+    """Of those nobody has waited for; a rank that ended by itself has had its say."""
+    processes = [subprocess.Popen([sys.executable, "-c", body]) for body in ("import time; time.sleep(60)",) * 2 + ("",)]
+    ranks = {process.pid: rank for rank, process in enumerate(processes, start=5)}
+    assert deaths(ranks) == []
+    processes[0].kill()
+    processes[1].terminate()
+    for process in processes:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    killed, ended = deaths(ranks)
+    assert killed.startswith(f"rank 5 (process {processes[0].pid}) died of signal 9 (Killed), which the kernel sends")
+    assert ended == f"rank 6 (process {processes[1].pid}) died of signal 15 (Terminated)"
+    for process in processes:
+        process.wait()
+    assert deaths(ranks) == []

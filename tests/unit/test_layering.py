@@ -13,7 +13,7 @@ import pytest
 NAME = "megatron_longstraw"
 PACKAGE = Path(__file__).parents[2] / NAME
 
-BASE = ("config", "types", "metering", "interruption", "watchdog", "user_errors", "agent")
+BASE = ("config", "types", "metering", "interruption", "watchdog", "user_errors", "agent", "disk")
 """Import nothing of the package."""
 SPINE = (
     "attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "nonfinite", "sources", "api", "train",
@@ -23,7 +23,7 @@ SPINE = (
 LEAVES = ("objectives", "rewards", "data", "convert", "planner", "run_log", "agreement", "slurm", "doctor")
 """Import BASE only; used from rollout on (convert: from mcore on)."""
 LEAF_USERS = {leaf: SPINE[SPINE.index("rollout") :] for leaf in LEAVES} | {"convert": SPINE[SPINE.index("mcore") :]}
-WITHOUT_TORCH = ("config", "types", "planner", "slurm", "user_errors")
+WITHOUT_TORCH = ("config", "types", "planner", "slurm", "user_errors", "disk")
 FORBIDDEN = ("megatron.training", "apex")
 """megatron.training is not in the wheel; apex needs a CUDA build."""
 UNTRUSTED = ("convert", "data", "rollout", "rewards")

@@ -138,7 +138,7 @@ def test_torchrun_is_told_the_message(monkeypatch, tmp_path):
     ("[unbound_buffer.cc:81] Timed out waiting 7000ms for recv operation to complete", False),
     ("shape '[2]' is invalid for input of size 3", False),
 ])  # fmt: skip
-def test_a_rank_that_has_lost_a_peer_leaves_the_word_to_that(message, waits, monkeypatch):
+def test_a_rank_that_has_lost_a_peer_leaves_the_word_to_that(message, waits, monkeypatch, capsys):
     from megatron_longstraw.train import exit_status
 
     slept = []
@@ -147,9 +147,13 @@ def test_a_rank_that_has_lost_a_peer_leaves_the_word_to_that(message, waits, mon
     def body():
         raise RuntimeError(message)
 
-    with pytest.raises(RuntimeError):
-        exit_status(body)
-    assert bool(slept) == waits
+    if waits:
+        assert exit_status(body) == 1 and slept
+        assert capsys.readouterr().err.startswith("rank 0: another rank is gone")
+    else:
+        with pytest.raises(RuntimeError):
+            exit_status(body)
+        assert not slept
 
 
 def test_weights_that_sample_no_number_end_in_one_line(capsys):
