@@ -18,6 +18,7 @@ class AllocationEvents(AllocationTracker):
         self._allocations: list[Allocation] = []
         self._numbers: dict[int, int] = {}
         self._of_state: set[int] = set()
+        self._calls: dict[str, int] = {}
 
     def _allocated(self, storage: torch.UntypedStorage, allocation: Allocation) -> None:
         self._numbers[storage._cdata] = len(self._allocations)
@@ -29,6 +30,10 @@ class AllocationEvents(AllocationTracker):
         number = self._numbers.pop(key)
         self._events.append((number, -self._allocations[number].nbytes))
         super()._freed(key)
+
+    def begin(self, call: str) -> None:
+        """What comes is this call's."""
+        self._calls[call] = len(self._events)
 
     def mark_state(self, store: PrefixStore) -> None:
         """What the store holds now is the prefix state's."""
@@ -44,11 +49,13 @@ class AllocationEvents(AllocationTracker):
                 largest[allocation.operator] = max(allocation.nbytes, largest.get(allocation.operator, 0))
         return largest
 
-    def peak_outside(self) -> int:
-        """Most bytes held at once that are not the state's."""
-        held = peak = 0
-        for number, num_bytes in self._events:
-            if number not in self._of_state:
-                held += num_bytes
-                peak = max(peak, held)
-        return peak
+    def peaks_outside(self) -> dict[str, int]:
+        """Most bytes held at once that are not the state's, by call."""
+        ends = [*list(self._calls.values())[1:], len(self._events)]
+        held, peaks = 0, {}
+        for (call, begin), end in zip(self._calls.items(), ends):
+            peaks[call] = held
+            for number, num_bytes in self._events[begin:end]:
+                held += num_bytes if number not in self._of_state else 0
+                peaks[call] = max(peaks[call], held)
+        return peaks
