@@ -9,7 +9,6 @@ from typing import Iterator
 from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig
 from megatron_longstraw.config.settings import ConfigError
 
-
 def check(config: Config, world_size: int | None = None) -> None:
     """Raises ConfigError with all problems of `validate`, if there are any."""
     problems = validate(config, world_size)
@@ -30,6 +29,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _moe_problems(model, parallel)
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
+    problems += _fp8_problems(resolved)
     problems += _size_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
@@ -267,6 +267,62 @@ def _schedule_problems(config: Config) -> Iterator[str]:
             "ppo_mini_batch_size",
             "train_batch_size",
         )
+
+
+def _fp8_problems(config: Config) -> Iterator[str]:
+    """What the device can do is found out where there is one (mcore/fp8.py)."""
+    model, parallel, prefix = config.model, config.parallel, config.prefix
+    if prefix.fp8_prefix == "off":
+        if prefix.fp8_backend != "auto":
+            yield _problem(
+                f"fp8_backend {prefix.fp8_backend} with fp8_prefix off",
+                "a recipe, without which nothing runs in FP8",
+                "fp8_prefix",
+                "fp8_backend",
+            )
+        return
+    if prefix.schedule == "full":
+        yield _problem(
+            f"fp8_prefix {prefix.fp8_prefix} with schedule full",
+            "branch: whole sequences have no prompt pass of their own",
+            "schedule",
+            "fp8_prefix",
+        )
+    if prefix.fp8_prefix == "tensorwise" and parallel.expert_model_parallel_size > 1:
+        yield _problem(
+            f"fp8_prefix tensorwise with expert_model_parallel_size {parallel.expert_model_parallel_size}",
+            "blockwise: an expert's one scale would depend on other ranks' prompts, and so differ when a prompt runs again",
+            "fp8_prefix",
+            "expert_model_parallel_size",
+        )
+    if prefix.fp8_backend != "emulated":
+        yield from _fp8_width_problems(model, parallel)
+
+
+def _fp8_width_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """FP8 matrix products take widths in multiples of 16."""
+    tp, heads, groups, channels = (
+        parallel.tensor_model_parallel_size, model.num_attention_heads, model.num_query_groups, model.kv_channels
+    )  # fmt: skip
+    widths = [
+        ("hidden_size", model.hidden_size, 1),
+        ("num_attention_heads", heads * channels, tp),
+        ("num_query_groups", (heads + 2 * groups) * channels, tp),
+    ]
+    if model.num_experts is None:
+        widths.append(("ffn_hidden_size", model.ffn_hidden_size, tp))
+    else:
+        expert_tp = 1 if parallel.expert_model_parallel_size > 1 else tp
+        widths.append(("moe_ffn_hidden_size", model.moe_ffn_hidden_size, expert_tp))
+        widths.append(("moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size or 0, tp))
+    for name, width, ranks in widths:
+        if not _divides(16 * ranks, width):
+            yield _problem(
+                f"fp8_prefix with a linear layer of width {width} over {ranks} ranks ({name})",
+                "a multiple of 16 on each, or fp8_backend emulated",
+                name,
+                "fp8_backend",
+            )
 
 
 def _size_problems(config: Config) -> Iterator[str]:

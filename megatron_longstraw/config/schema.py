@@ -172,6 +172,16 @@ class PrefixConfig:
     )
     prefix_chunk_tokens: int = option(2048, "prompt tokens per capture and backward micro-batch", minimum=1)
     prefix_block_tokens: int = option(8192, "largest key-value block of one attention call, in tokens", minimum=1)
+    fp8_prefix: str = option(
+        "off",
+        "linear layers of the prompt passes in FP8: off, one scale per tensor, or one per block of 128",
+        choices=("off", "tensorwise", "blockwise"),
+    )
+    fp8_backend: str = option(
+        "auto",
+        "what runs them; auto: te (Transformer Engine) where its layers are built, else torch on a GPU, else emulated",
+        choices=("auto", "te", "torch", "emulated"),
+    )
     branches_per_microbatch: int = option(8, "responses replayed at once, per prompt", minimum=1)
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(

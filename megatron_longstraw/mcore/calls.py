@@ -45,10 +45,11 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         walk_back: the store may serve an update; False keeps nothing for a prefix backward (sampling, scoring).
     """
     if batch is None:
-        run_call(policy, [], grad=False)
+        with policy.prefix_precision():
+            run_call(policy, [], grad=False)
         return None
     prefix = policy.config.prefix
-    plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
+    plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout, policy.prefix_row_multiple)
     store = PrefixStore(
         num_prompts=batch.num_prompts,
         plan=plan,
@@ -58,7 +59,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         keep_attention=prefix.prefix_out_tier == "device",
     )
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in range(plan.num_chunks)]
-    with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens):
+    with policy.meter.measure("capture", batch.num_prompts * batch.num_prefix_tokens), policy.prefix_precision():
         run_call(policy, items, grad=False)
     return store
 
@@ -99,13 +100,14 @@ def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatc
     if policy.config.prefix.prefix_grad == "frozen":
         return
     if batch is None:
-        run_call(policy, [], grad=True)
+        with policy.prefix_precision():
+            run_call(policy, [], grad=True)
         return
     store.check_version(policy.weights_version)
     walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
     items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
     num_tokens = sum(store.plan.chunks[index].num_tokens for index in walked_back)
-    with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
+    with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens), policy.prefix_precision():
         run_call(policy, items, grad=True)
 
 

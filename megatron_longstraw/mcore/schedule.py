@@ -136,7 +136,9 @@ def _dummies(policy: Policy, num_items: int, grad: bool) -> list[CallItem]:
 
 def _dummy(policy: Policy, grad: bool) -> CallItem:
     layout = policy.layout
-    rows = slice_sequence(0, 1, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=layout.row_multiple)
+    rows = slice_sequence(
+        0, 1, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=policy.prefix_row_multiple
+    )
     token_ids = torch.zeros((1, rows.local_tokens), dtype=torch.int64, device=layout.device)
     params = BranchParams(
         micro_batch=MicroBatch(rows, grad=grad), rotary_offset=rows.local_start, rotary_rows=rows.local_tokens

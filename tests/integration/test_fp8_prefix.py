@@ -1,0 +1,195 @@
+"""FP8 in the prompt passes: what runs in it, what does not, and that a chunk that runs again gives the same numbers."""
+import contextlib
+
+import pytest
+import torch
+
+from megatron_longstraw.config import ConfigError, load_config
+from megatron_longstraw.mcore import fp8, parallel
+from megatron_longstraw.mcore.calls import capture, prefix_backward, replay, score
+from megatron_longstraw.mcore.fp8 import PrefixFp8
+from megatron_longstraw.mcore.packing import PromptBatch
+from megatron_longstraw.mcore.policy import Policy
+from tests.helpers import TINY, gradients, random_groups, tiny_policy, worst_relative_error
+
+RECIPES = ["tensorwise", "blockwise"]
+MOE = dict(num_experts=4, moe_ffn_hidden_size=32)
+
+
+def batch_of(prompt_tokens=70, response_tokens=(5, 8)):
+    return PromptBatch(random_groups(1, prompt_tokens, list(response_tokens)))
+
+
+def keys_and_values(policy, body):
+    """What every layer's attention is given while `body` runs, by (layer, chunk), in the order of the forwards."""
+    seen = {}
+
+    def record(module, args, given):
+        mb = given["packed_seq_params"].micro_batch
+        if mb.chunk_index is not None:
+            rows = slice(mb.valid_local_tokens)
+            seen.setdefault((module.layer_number, mb.chunk_index), []).append(
+                tuple(x[rows].detach().clone() for x in (args[1], args[2]))
+            )
+
+    hooks = [
+        layer.self_attention.core_attention.register_forward_pre_hook(record, with_kwargs=True)
+        for layer in policy.chunks[0].decoder.layers
+    ]
+    try:
+        body()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen
+
+
+def step(policy, batch, weight=0.1):
+    policy.zero_grad()
+    store = capture(policy, batch)
+    weights = {(0, i): weight * torch.ones(b.num_tokens).numpy() for i, b in enumerate(batch.groups[0].branches)}
+    logprobs, _ = replay(policy, store, batch, weights)
+    prefix_backward(policy, store, batch)
+    policy.finalize_gradients()
+    return logprobs, gradients(policy)
+
+
+def recomputed_differently(policy, batch):
+    """How many of the keys and values of the walk back are not those of capture, to the last bit."""
+    seen = keys_and_values(policy, lambda: step(policy, batch))
+    assert len(seen) == 2 * 3 and all(len(forwards) > 1 for forwards in seen.values())
+    return sum(not torch.equal(a, b) for first, *later in seen.values() for again in later for a, b in zip(first, again))
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, {"recompute_granularity": "full"}, MOE], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_chunks_that_run_again_give_the_stored_keys_and_values(recipe, options, monkeypatch):
+    """The gradient that replay left in the store belongs to these K, V and no others."""
+    policy = tiny_policy(fp8_prefix=recipe, **options)
+    assert recomputed_differently(policy, batch_of()) == 0
+    real, calls = policy.prefix_precision, iter(range(2))
+    monkeypatch.setattr(policy, "prefix_precision", lambda: real() if next(calls) == 0 else contextlib.nullcontext())
+    assert recomputed_differently(policy, batch_of()) > 0, "the comparison has teeth: capture alone in FP8"
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}, MOE], ids=str)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_gradient_is_near_that_without_fp8(recipe, options):
+    batch = batch_of()
+    plain, rounded = tiny_policy(**options), tiny_policy(fp8_prefix=recipe, **options)
+    (logprobs, truth), (rough, actual) = step(plain, batch), step(rounded, batch)
+    assert 1e-4 < max(abs(rough[0, i] - logprobs[0, i]).max() for i in range(2)) < 0.1
+    assert actual.keys() == truth.keys()
+    a, b = (torch.cat([grads[key].flatten() for key in truth]) for grads in (actual, truth))
+    assert 1e-3 < float((a - b).norm() / b.norm()) < 0.1
+
+
+def test_torch_gives_the_numbers_that_are_emulated():
+    batch = batch_of(35, (3,))
+    results = [step(tiny_policy(fp8_prefix="tensorwise", fp8_backend=name, num_layers=1), batch) for name in ("torch", "emulated")]
+    (logprobs, actual), (emulated, expected) = results
+    assert abs(logprobs[0, 0] - emulated[0, 0]).max() < 1e-4
+    assert worst_relative_error(actual, expected) < 1e-2  # a sum in another order can round to the next FP8 number
+
+
+@pytest.mark.parametrize("backend", ["emulated", "torch"])
+def test_only_prompt_passes_are_in_fp8(backend):
+    """Score of one and the same store is the same to the last bit with and without the option."""
+    batch = batch_of(35, (4,))
+    rounded, plain = tiny_policy(fp8_prefix="tensorwise", fp8_backend=backend, num_layers=1), tiny_policy(num_layers=1)
+    store = capture(rounded, batch)
+    assert (score(rounded, store, batch)[0][0, 0] == score(plain, store, batch)[0][0, 0]).all()
+    assert (score(plain, capture(plain, batch), batch)[0][0, 0] != score(plain, store, batch)[0][0, 0]).any()
+
+
+def test_nothing_stays_switched_on_after_an_error():
+    policy = tiny_policy(fp8_prefix="tensorwise")
+    before = {name: vars(module).copy() for name, module in policy.chunks[0].named_modules()}
+    with pytest.raises(ZeroDivisionError), policy.prefix_precision():
+        changed = {name for name, module in policy.chunks[0].named_modules() if vars(module) != before[name]}
+        assert {name.rpartition(".")[2] for name in changed} == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+        assert len(changed) == 2 * 4 and all(name.startswith("decoder.layers.") for name in changed)
+        raise ZeroDivisionError
+    assert {name: vars(module) for name, module in policy.chunks[0].named_modules()} == before
+
+
+@pytest.mark.parametrize(("recipe", "number_format"), [("tensorwise", "hybrid"), ("blockwise", "e4m3")])
+def test_transformer_engine_is_switched_on_for_the_call_only(recipe, number_format):
+    policy = tiny_policy()
+    config = policy.megatron_config
+    before = config.fp8, config.fp8_recipe
+    with pytest.raises(ZeroDivisionError), PrefixFp8(recipe, "te").switched_on(policy.chunks):
+        assert (config.fp8, config.fp8_recipe) == (number_format, recipe)
+        raise ZeroDivisionError
+    assert (config.fp8, config.fp8_recipe) == before == (None, "delayed")
+
+
+def test_an_expert_without_tokens():
+    """Three tokens on two of four experts each: some have nothing to quantize."""
+    batch = batch_of(4, (3,))
+    logprobs, grads = step(tiny_policy(fp8_prefix="blockwise", moe_router_topk=1, **MOE), batch)
+    assert all(grad.isfinite().all() for grad in grads.values())
+
+
+@pytest.mark.parametrize(
+    ("backend", "tp", "sequence_parallel", "rows"),
+    [
+        ("emulated", 24, True, 24),
+        ("torch", 24, True, 48),  # L02: the larger of 24 and 16 would be a multiple of 24 only
+        ("torch", 24, False, 16),
+        ("te", 24, True, 384),  # the share of each of the 24 is quantized by itself
+        ("te", 8, False, 16),
+    ],
+)
+def test_rows_are_a_multiple_of_all_that_is_asked(backend, tp, sequence_parallel, rows):
+    layout = parallel.Layout(
+        groups=None, cell=None, device=torch.device("cpu"), tp_rank=0, tp_size=tp, pp_rank=0, pp_size=1, cp_rank=0,
+        cp_size=2, dp_rank=0, dp_size=1, ep_size=1, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+    assert PrefixFp8("tensorwise", backend).row_multiple(layout) == rows
+
+
+def test_pads_of_the_torch_backend_carry_nothing():
+    """69 prompt tokens in chunks of 32, 32 and 5, each padded to 16 rows; blocks make rows independent of pads."""
+    batch = batch_of()
+    padded = capture(tiny_policy(fp8_prefix="tensorwise", fp8_backend="torch", num_layers=1), batch)
+    assert [chunk.local_tokens for chunk in padded.plan.chunks] == [32, 32, 16]
+    assert padded.local_tokens == 69
+
+
+def test_the_start_line_and_the_recorded_configuration_say_what_runs():
+    policy = tiny_policy(fp8_prefix="blockwise")
+    assert policy.describe() == "1 rank on cpu, prefix gradient exact, prompt passes in FP8 (blockwise, emulated)"
+    assert policy.config.prefix.fp8_backend == "emulated"
+    assert tiny_policy().describe() == "1 rank on cpu, prefix gradient exact"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(fp8_backend="te"), "--fp8-prefix blockwise with --fp8-backend te needs Transformer Engine's layers"),
+        (dict(fp8_backend="torch"), "torch runs tensorwise only; change --fp8-prefix, or --fp8-backend"),
+    ],
+)
+def test_what_is_not_there_is_refused(options, message):
+    """Without Transformer Engine Megatron's own context does nothing, silently."""
+    with pytest.raises(ConfigError, match=message):
+        tiny_policy(fp8_prefix="blockwise", **options)
+
+
+@pytest.mark.parametrize(
+    ("product", "message"),
+    [
+        (lambda a, b, dtype: 1 / 0, None),
+        (lambda a, b, dtype: torch.full((a.values.shape[0], b.values.shape[0]), 1.0, dtype=dtype), "a trial product is off by"),
+    ],
+)
+def test_a_device_that_cannot_is_refused(product, message, monkeypatch):
+    config = load_config(overrides=TINY | {"fp8_prefix": "tensorwise"}).resolve()
+
+    def fails(*_):
+        raise RuntimeError("no kernel image\nsecond line")
+
+    monkeypatch.setitem(fp8.PRODUCTS, "emulated", fails if message is None else product)
+    with pytest.raises(ConfigError, match=message or r"does not run on this device \(no kernel image\)"):
+        Policy(config, parallel.initialize(config))
