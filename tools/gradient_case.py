@@ -76,10 +76,14 @@ def tool_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str] | None, description: str = "") -> tuple[Config, argparse.Namespace]:
-    """The tiny model < `--arch moe` < TOML files < flags."""
-    _, args = parse_args(argv, extra=tool_parser(description))
+def parse(
+    argv: list[str] | None, description: str = "", parser: argparse.ArgumentParser | None = None
+) -> tuple[Config, argparse.Namespace]:
+    """The tiny model (none with --hf-checkpoint) < `--arch moe` < TOML files < flags. `parser`: `tool_parser` and more."""
+    _, args = parse_args(argv, extra=parser or tool_parser(description))
     defaults = TINY | (MOE if args.arch == "moe" else {})
+    if "config.hf_checkpoint" in vars(args):
+        defaults = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "defaults.toml"
         base.write_text(to_toml(load_config([], defaults)))

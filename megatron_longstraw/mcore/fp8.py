@@ -49,10 +49,10 @@ class PrefixFp8:
 
     def row_multiple(self, layout: Layout) -> int:
         """Rows of a rank in a prompt pass must be a multiple of this."""
-        alignment = ALIGNMENT_TOKENS[self.backend]
-        if self.backend == "te":  # quantizes each rank's share before sequence parallelism gathers it
-            return layout.row_multiple * alignment
-        return math.lcm(layout.row_multiple, alignment)
+        if self.backend == "te" and layout.sequence_parallel:
+            # Each rank's share is quantized by itself before it is gathered, and in whole blocks.
+            return layout.tp_size * (BLOCK if self.recipe == "blockwise" else ALIGNMENT_TOKENS["te"])
+        return math.lcm(layout.row_multiple, ALIGNMENT_TOKENS[self.backend])
 
     @contextlib.contextmanager
     def switched_on(self, chunks: list[GPTModel]) -> Iterator[None]:

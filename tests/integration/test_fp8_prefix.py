@@ -4,13 +4,12 @@ import contextlib
 import pytest
 import torch
 
-from megatron_longstraw.config import ConfigError, load_config
+from megatron_longstraw.config import ConfigError
 from megatron_longstraw.mcore import fp8, parallel
 from megatron_longstraw.mcore.calls import capture, prefix_backward, replay, score
 from megatron_longstraw.mcore.fp8 import PrefixFp8
 from megatron_longstraw.mcore.packing import PromptBatch
-from megatron_longstraw.mcore.policy import Policy
-from tests.helpers import TINY, gradients, random_groups, tiny_policy, worst_relative_error
+from tests.helpers import gradients, random_groups, tiny_policy, worst_relative_error
 
 RECIPES = ["tensorwise", "blockwise"]
 MOE = dict(num_experts=4, moe_ffn_hidden_size=32)
@@ -78,10 +77,10 @@ def test_the_gradient_is_near_that_without_fp8(recipe, options):
     batch = batch_of()
     plain, rounded = tiny_policy(**options), tiny_policy(fp8_prefix=recipe, **options)
     (logprobs, truth), (rough, actual) = step(plain, batch), step(rounded, batch)
-    assert 1e-4 < max(abs(rough[0, i] - logprobs[0, i]).max() for i in range(2)) < 0.1
+    assert 1e-4 < max(abs(rough[0, i] - logprobs[0, i]).max() for i in range(2)) < 0.25
     assert actual.keys() == truth.keys()
     a, b = (torch.cat([grads[key].flatten() for key in truth]) for grads in (actual, truth))
-    assert 1e-3 < float((a - b).norm() / b.norm()) < 0.1
+    assert 1e-3 < float((a - b).norm() / b.norm()) < 0.2
 
 
 def test_torch_gives_the_numbers_that_are_emulated():
@@ -132,29 +131,35 @@ def test_an_expert_without_tokens():
 
 
 @pytest.mark.parametrize(
-    ("backend", "tp", "sequence_parallel", "rows"),
+    ("recipe", "backend", "tp", "sequence_parallel", "rows"),
     [
-        ("emulated", 24, True, 24),
-        ("torch", 24, True, 48),  # L02: the larger of 24 and 16 would be a multiple of 24 only
-        ("torch", 24, False, 16),
-        ("te", 24, True, 384),  # the share of each of the 24 is quantized by itself
-        ("te", 8, False, 16),
+        ("tensorwise", "emulated", 24, True, 24),
+        ("tensorwise", "torch", 24, True, 48),  # L02: the larger of 24 and 16 is a multiple of 24 only
+        ("tensorwise", "torch", 24, False, 16),
+        ("tensorwise", "te", 24, True, 384),  # the share of each of the 24 is quantized by itself
+        ("blockwise", "te", 2, True, 256),
+        ("blockwise", "te", 2, False, 16),
     ],
 )
-def test_rows_are_a_multiple_of_all_that_is_asked(backend, tp, sequence_parallel, rows):
+def test_rows_are_a_multiple_of_all_that_is_asked(recipe, backend, tp, sequence_parallel, rows):
     layout = parallel.Layout(
         groups=None, cell=None, device=torch.device("cpu"), tp_rank=0, tp_size=tp, pp_rank=0, pp_size=1, cp_rank=0,
         cp_size=2, dp_rank=0, dp_size=1, ep_size=1, sequence_parallel=sequence_parallel,
     )  # fmt: skip
-    assert PrefixFp8("tensorwise", backend).row_multiple(layout) == rows
+    assert PrefixFp8(recipe, backend).row_multiple(layout) == rows
 
 
-def test_pads_of_the_torch_backend_carry_nothing():
-    """69 prompt tokens in chunks of 32, 32 and 5, each padded to 16 rows; blocks make rows independent of pads."""
-    batch = batch_of()
-    padded = capture(tiny_policy(fp8_prefix="tensorwise", fp8_backend="torch", num_layers=1), batch)
-    assert [chunk.local_tokens for chunk in padded.plan.chunks] == [32, 32, 16]
-    assert padded.local_tokens == 69
+def test_pads_carry_nothing(monkeypatch):
+    """69 prompt tokens in chunks of 32, 32 and 5; the last is padded to 16 rows where a kernel wants that."""
+    batch, policy = batch_of(), tiny_policy(fp8_prefix="blockwise")
+    logprobs, grads = step(policy, batch)
+    monkeypatch.setitem(fp8.ALIGNMENT_TOKENS, "emulated", 16)
+    store = capture(policy, batch)
+    assert [chunk.local_tokens for chunk in store.plan.chunks] == [32, 32, 16] and store.local_tokens == 69
+    padded, padded_grads = step(policy, batch)
+    assert all((padded[place] == logprobs[place]).all() for place in logprobs)
+    # A pad's input shares a scale with its chunk's in the weight gradient, so rounding differs there, a little.
+    assert worst_relative_error(padded_grads, grads) < 2e-2
 
 
 def test_the_start_line_and_the_recorded_configuration_say_what_runs():
@@ -177,19 +182,19 @@ def test_what_is_not_there_is_refused(options, message):
         tiny_policy(fp8_prefix="blockwise", **options)
 
 
+def no_kernel(*_):
+    raise RuntimeError("no kernel image\nsecond line")
+
+
+def wrong(a, b, dtype):
+    return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("product", "message"),
-    [
-        (lambda a, b, dtype: 1 / 0, None),
-        (lambda a, b, dtype: torch.full((a.values.shape[0], b.values.shape[0]), 1.0, dtype=dtype), "a trial product is off by"),
-    ],
+    [(no_kernel, r"does not run on this device \(no kernel image\)"), (wrong, "a trial product is off by 1.0e.00")],
 )
 def test_a_device_that_cannot_is_refused(product, message, monkeypatch):
-    config = load_config(overrides=TINY | {"fp8_prefix": "tensorwise"}).resolve()
-
-    def fails(*_):
-        raise RuntimeError("no kernel image\nsecond line")
-
-    monkeypatch.setitem(fp8.PRODUCTS, "emulated", fails if message is None else product)
-    with pytest.raises(ConfigError, match=message or r"does not run on this device \(no kernel image\)"):
-        Policy(config, parallel.initialize(config))
+    monkeypatch.setitem(fp8.PRODUCTS, "emulated", product)
+    with pytest.raises(ConfigError, match=message):
+        tiny_policy(fp8_prefix="tensorwise")
