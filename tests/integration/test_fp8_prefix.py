@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megatron_longstraw.config import ConfigError
-from megatron_longstraw.mcore import fp8, parallel
+from megatron_longstraw.mcore import fp8, fp8_linear, parallel
 from megatron_longstraw.mcore.calls import capture, prefix_backward, replay, score
 from megatron_longstraw.mcore.fp8 import PrefixFp8
 from megatron_longstraw.mcore.packing import PromptBatch
@@ -190,11 +190,22 @@ def wrong(a, b, dtype):
     return torch.zeros(a.values.shape[0], b.values.shape[0], dtype=dtype)
 
 
+def not_quantized(matrix, dtype, block):
+    return fp8_linear.Quantized(matrix, torch.ones(1, 1), None)
+
+
 @pytest.mark.parametrize(
     ("product", "message"),
-    [(no_kernel, r"does not run on this device \(no kernel image\)"), (wrong, "a trial product is off by 1.0e.00")],
+    [(no_kernel, r"does not run on this device \(no kernel image\)"), (wrong, "trial products are off by 1.0e.00, 1.0e.00, 1.0e.00")],
 )
 def test_a_device_that_cannot_is_refused(product, message, monkeypatch):
     monkeypatch.setitem(fp8.PRODUCTS, "emulated", product)
     with pytest.raises(ConfigError, match=message):
+        tiny_policy(fp8_prefix="tensorwise")
+
+
+def test_what_is_not_fp8_is_refused(monkeypatch):
+    """A run in the model's own dtype under the name of FP8."""
+    monkeypatch.setattr(fp8_linear, "quantize", not_quantized)
+    with pytest.raises(ConfigError, match=r"off by 0.0e.00, .* need errors of FP8"):
         tiny_policy(fp8_prefix="tensorwise")
