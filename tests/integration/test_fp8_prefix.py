@@ -4,12 +4,13 @@ import contextlib
 import pytest
 import torch
 
-from megatron_longstraw.config import ConfigError
+from megatron_longstraw.config import ConfigError, load_config
 from megatron_longstraw.mcore import fp8, fp8_linear, parallel
 from megatron_longstraw.mcore.calls import capture, prefix_backward, replay, score
 from megatron_longstraw.mcore.fp8 import PrefixFp8
 from megatron_longstraw.mcore.packing import PromptBatch
 from tests.helpers import gradients, random_groups, tiny_policy, worst_relative_error
+from tests.integration.test_run_metrics import run
 
 RECIPES = ["tensorwise", "blockwise"]
 MOE = dict(num_experts=4, moe_ffn_hidden_size=32)
@@ -162,11 +163,14 @@ def test_pads_carry_nothing(monkeypatch):
     assert worst_relative_error(padded_grads, grads) < 2e-2
 
 
-def test_the_start_line_and_the_recorded_configuration_say_what_runs():
-    policy = tiny_policy(fp8_prefix="blockwise")
-    assert policy.describe() == "1 rank on cpu, prefix gradient exact, prompt passes in FP8 (blockwise, emulated)"
-    assert policy.config.prefix.fp8_backend == "emulated"
-    assert tiny_policy().describe() == "1 rank on cpu, prefix gradient exact"
+def test_a_run_says_and_records_what_it_runs(tmp_path, capsys):
+    """Where `auto` left it open, the recorded configuration says what it came to."""
+    run(tmp_path / "off")
+    run(tmp_path / "on", fp8_prefix="blockwise")
+    off, on = (line for line in capsys.readouterr().out.splitlines() if line.startswith("layout"))
+    assert off == "layout     1 rank on cpu, prefix gradient exact"
+    assert on == f"{off}, prompt passes in FP8 (blockwise, emulated)"
+    assert [load_config([tmp_path / name / "config.toml"]).prefix.fp8_backend for name in ("off", "on")] == ["auto", "emulated"]
 
 
 @pytest.mark.parametrize(
