@@ -50,11 +50,11 @@ def linear_share(model: ModelConfig, prompt_tokens: int) -> float:
     backward (two forwards' worth); its attention to half the prompt runs forward once and backward (2.5)."""
     heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
     weights = model.hidden_size * channels * 2 * (heads + groups)
-    if model.num_experts is None:
-        mlp_widths = model.ffn_hidden_size
-    else:
-        mlp_widths = model.moe_router_topk * model.moe_ffn_hidden_size + (model.moe_shared_expert_intermediate_size or 0)
-    weights += 3 * model.hidden_size * mlp_widths
+    mlp_width = model.ffn_hidden_size
+    if model.num_experts is not None:
+        mlp_width = model.moe_router_topk * model.moe_ffn_hidden_size
+        mlp_width += model.moe_shared_expert_intermediate_size or 0
+    weights += 3 * model.hidden_size * mlp_width
     linear = 4 * 2 * weights
     attention = 3.5 * 4 * heads * channels * prompt_tokens / 2
     return linear / (linear + attention)
@@ -66,9 +66,9 @@ def text_case(case: GradientCase, path: Path, tokenizer: str) -> GradientCase:
     groups = []
     for group in case.groups:
         begin = group.num_prompt_tokens
-        longest = max(branch.num_tokens for branch in group.branches)
-        if begin + longest > len(ids):
-            raise ConfigError([f"got {path} of {len(ids)} tokens, need {begin + longest}; change --text or --prompt-tokens"])
+        need = begin + max(branch.num_tokens for branch in group.branches)
+        if need > len(ids):
+            raise ConfigError([f"got {path} of {len(ids)} tokens, need {need}; change --text or --prompt-tokens"])
         branches = [Branch(ids[begin : begin + branch.num_tokens]) for branch in group.branches]
         groups.append(PromptGroup(ids[:begin], branches, group_id=group.group_id))
     return replace(case, groups=groups)

@@ -73,9 +73,8 @@ class PrefixFp8:
 
     @contextlib.contextmanager
     def _local(self, chunk: GPTModel) -> Iterator[None]:
-        linears = [
-            module for module in chunk.decoder.layers.modules() if isinstance(module, (ColumnParallelLinear, RowParallelLinear))
-        ]
+        kinds = (ColumnParallelLinear, RowParallelLinear)
+        linears = [module for module in chunk.decoder.layers.modules() if isinstance(module, kinds)]
         for linear in linears:
             linear._forward_impl = Fp8Linear(linear._forward_impl, RECIPES[self.recipe], PRODUCTS[self.backend])
         try:
@@ -104,13 +103,15 @@ def choose(config: Config, device: torch.device) -> PrefixFp8 | None:
     if backend != "te" and engine:
         raise ConfigError([f"{asked} quantizes Megatron's local layers; change --transformer-impl to local"])
     if backend == "torch" and prefix.fp8_prefix != "tensorwise":
-        raise ConfigError([f"{asked}: torch runs tensorwise only; change --fp8-prefix, or --fp8-backend to te or emulated"])
+        raise ConfigError([f"{asked}: torch runs tensorwise only; change --fp8-prefix or --fp8-backend (te, emulated)"])
     chosen = PrefixFp8(prefix.fp8_prefix, backend)
     try:
         errors = _trial_errors(chosen, transformer_config(config), device)
     except (ImportError, RuntimeError, ValueError, AssertionError) as problem:
         reason = str(problem).strip().splitlines()[0] if str(problem).strip() else type(problem).__name__
-        raise ConfigError([f"{asked} does not run on this device ({reason}); change --fp8-prefix or --fp8-backend"]) from None
+        raise ConfigError(
+            [f"{asked} does not run on this device ({reason}); change --fp8-prefix or --fp8-backend"]
+        ) from None
     low, high = TRIAL_ERRORS
     if not all(low < error < high for error in errors):
         got = ", ".join(f"{error:.1e}" for error in errors)

@@ -147,13 +147,13 @@ class Fp8Linear:
 
     def __call__(self, **options) -> Tensor:
         """By the options of the original: gathers the input over tp, and reduces its gradient, where asked to."""
-        input, weight, bias = (options[name] for name in ("input", "weight", "bias"))
+        input, weight, bias, group = (options[name] for name in ("input", "weight", "bias", "tp_group"))
         if input.numel() == 0:  # an expert without tokens
             return self.original(**options)
         if options["sequence_parallel"]:
-            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=options["tp_group"])
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
         elif options["allreduce_dgrad"]:
-            input = copy_to_tensor_model_parallel_region(input, group=options["tp_group"])
+            input = copy_to_tensor_model_parallel_region(input, group=group)
         output = self.multiply(input.reshape(-1, input.shape[-1]), weight).view(*input.shape[:-1], -1)
         return output if bias is None else output + bias
 

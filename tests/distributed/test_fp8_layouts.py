@@ -35,7 +35,9 @@ def _gradients(rank, argv, reference):
     policy.weights_changed()
     grads, _, same = step_gradients(policy, batch_prompts(case.groups, 1), case.weights)
     assert same, "score equals replay"
-    return {shard.name: grad for shard, grad in grads.values()} if reference is None else parameter_errors(grads, reference)[0]
+    if reference is None:
+        return {shard.name: grad for shard, grad in grads.values()}
+    return parameter_errors(grads, reference)[0]
 
 
 @pytest.mark.dist
@@ -56,7 +58,10 @@ def _keys_of_unequal_prompts(rank, argv):
     policy = Policy(config, layout)
     batches = batch_prompts(case.of_rank(layout.dp_rank, layout.dp_size), 1)
     seen = keys_and_values(policy, lambda: step_gradients(policy, batches, case.weights))
-    return {place: [bool((a == b).all()) for again in later for a, b in zip(first, again)] for place, (first, *later) in seen.items()}
+    return {
+        place: [bool((a == b).all()) for again in later for a, b in zip(first, again)]
+        for place, (first, *later) in seen.items()
+    }
 
 
 @pytest.mark.dist

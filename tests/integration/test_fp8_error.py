@@ -12,7 +12,9 @@ from tests.checkouts import ROOT
 from tests.tiny_tokenizers import TEXTS, byte_level
 
 
-@pytest.mark.parametrize(("prompt_tokens", "saved"), [(50_000, 0.26), (131_072, 0.15), (1_048_576, 0.024), (2_100_000, 0.012)])
+@pytest.mark.parametrize(
+    ("prompt_tokens", "saved"), [(50_000, 0.26), (131_072, 0.15), (1_048_576, 0.024), (2_100_000, 0.012)]
+)
 def test_how_much_of_a_prompt_linear_layers_are(prompt_tokens, saved):
     """Qwen3-8B with its linear layers in half the time: a quarter at 50K, a percent or two at 2.1M."""
     model = load_config([ROOT / "launch" / "models" / "qwen3-8b.toml"]).resolve().model
@@ -20,9 +22,8 @@ def test_how_much_of_a_prompt_linear_layers_are(prompt_tokens, saved):
 
 
 def test_experts_count_as_often_as_a_token_passes_one():
-    dense, moe = (load_config(overrides={"ffn_hidden_size": 512} | more).resolve().model for more in (
-        {}, {"num_experts": 8, "moe_router_topk": 2, "moe_ffn_hidden_size": 192, "moe_shared_expert_intermediate_size": 128}
-    ))  # fmt: skip
+    experts = dict(num_experts=8, moe_router_topk=2, moe_ffn_hidden_size=192, moe_shared_expert_intermediate_size=128)
+    dense, moe = (load_config(overrides=more).resolve().model for more in ({"ffn_hidden_size": 512}, experts))
     assert fp8_error.linear_share(moe, 1000) == fp8_error.linear_share(dense, 1000)
 
 

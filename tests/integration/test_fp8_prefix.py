@@ -58,7 +58,8 @@ def recomputed_differently(policy, batch):
     """How many of the keys and values of the walk back are not those of capture, to the last bit."""
     seen = keys_and_values(policy, lambda: step(policy, batch))
     assert len(seen) == 2 * 3 and all(len(forwards) > 1 for forwards in seen.values())
-    return sum(not torch.equal(a, b) for first, *later in seen.values() for again in later for a, b in zip(first, again))
+    pairs = [pair for first, *later in seen.values() for again in later for pair in zip(first, again)]
+    return sum(not torch.equal(stored, again) for stored, again in pairs)
 
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True}, {"recompute_granularity": "full"}, MOE], ids=str)
@@ -86,8 +87,9 @@ def test_the_gradient_is_near_that_without_fp8(recipe, options):
 
 def test_torch_gives_the_numbers_that_are_emulated():
     batch = batch_of(35, (3,))
-    results = [step(tiny_policy(fp8_prefix="tensorwise", fp8_backend=name, num_layers=1), batch) for name in ("torch", "emulated")]
-    (logprobs, actual), (emulated, expected) = results
+    (logprobs, actual), (emulated, expected) = (
+        step(tiny_policy(fp8_prefix="tensorwise", fp8_backend=name, num_layers=1), batch) for name in ("torch", "emulated")
+    )
     assert abs(logprobs[0, 0] - emulated[0, 0]).max() < 1e-4
     assert worst_relative_error(actual, expected) < 1e-2  # a sum in another order can round to the next FP8 number
 
@@ -107,7 +109,8 @@ def test_nothing_stays_switched_on_after_an_error():
     before = {name: vars(module).copy() for name, module in policy.chunks[0].named_modules()}
     with pytest.raises(ZeroDivisionError), policy.prefix_precision():
         changed = {name for name, module in policy.chunks[0].named_modules() if vars(module) != before[name]}
-        assert {name.rpartition(".")[2] for name in changed} == {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+        linears = {"linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"}
+        assert {name.rpartition(".")[2] for name in changed} == linears
         assert len(changed) == 2 * 4 and all(name.startswith("decoder.layers.") for name in changed)
         raise ZeroDivisionError
     assert {name: vars(module) for name, module in policy.chunks[0].named_modules()} == before
@@ -170,7 +173,8 @@ def test_a_run_says_and_records_what_it_runs(tmp_path, capsys):
     off, on = (line for line in capsys.readouterr().out.splitlines() if line.startswith("layout"))
     assert off == "layout     1 rank on cpu, prefix gradient exact"
     assert on == f"{off}, prompt passes in FP8 (blockwise, emulated)"
-    assert [load_config([tmp_path / name / "config.toml"]).prefix.fp8_backend for name in ("off", "on")] == ["auto", "emulated"]
+    recorded = [load_config([tmp_path / name / "config.toml"]).prefix.fp8_backend for name in ("off", "on")]
+    assert recorded == ["auto", "emulated"]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +204,10 @@ def not_quantized(matrix, dtype, block):
 
 @pytest.mark.parametrize(
     ("product", "message"),
-    [(no_kernel, r"does not run on this device \(no kernel image\)"), (wrong, "trial products are off by 1.0e.00, 1.0e.00, 1.0e.00")],
+    [
+        (no_kernel, r"does not run on this device \(no kernel image\)"),
+        (wrong, "trial products are off by 1.0e.00, 1.0e.00, 1.0e.00"),
+    ],
 )
 def test_a_device_that_cannot_is_refused(product, message, monkeypatch):
     monkeypatch.setitem(fp8.PRODUCTS, "emulated", product)

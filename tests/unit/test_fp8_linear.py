@@ -8,6 +8,7 @@ from megatron_longstraw.mcore.fp8_linear import PRODUCTS, RECIPES, Fp8Linear, em
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = [None, (1, 128), (128, 128)]
+WAYS = [("tensorwise", "emulated"), ("tensorwise", "torch"), ("blockwise", "emulated")]
 LOCAL = dict(bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None)
 
 
@@ -33,7 +34,8 @@ def test_quantized_values_are_the_nearest_fp8_numbers(dtype, block):
         if block is not None:
             scale = 2.0 ** torch.ceil(torch.log2(scale))
         expected = nearest(part / scale, dtype) * scale
-        torch.testing.assert_close(result.dequantized()[i : i + rows, j : j + columns].double(), expected, rtol=1e-6, atol=0)
+        actual = result.dequantized()[i : i + rows, j : j + columns].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("dtype", "block"), list(itertools.product((E4M3, E5M2), BLOCKS)))
@@ -48,7 +50,7 @@ def test_zero_blocks_give_zeros(dtype, block):
     assert tiny.isfinite().all()
 
 
-@pytest.mark.parametrize(("recipe", "backend"), [("tensorwise", "emulated"), ("tensorwise", "torch"), ("blockwise", "emulated")])
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("where", ["input", "weight", "grad"])
 def test_what_is_not_finite_stays_visible(recipe, backend, bad, where):
@@ -72,7 +74,7 @@ def error(actual, truth):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("recipe", "backend"), [("tensorwise", "emulated"), ("tensorwise", "torch"), ("blockwise", "emulated")])
+@pytest.mark.parametrize(("recipe", "backend"), WAYS)
 def test_all_three_products_are_in_fp8(recipe, backend, dtype):
     """Their error is that of rounding both operands; e5m2 gradients have one bit less."""
     x, weight, grad = randn(37, 48).to(dtype), randn(32, 48, seed=1).to(dtype), randn(37, 32, seed=2).to(dtype)
@@ -88,7 +90,8 @@ def test_all_three_products_are_in_fp8(recipe, backend, dtype):
 @pytest.mark.parametrize("tokens", [1, 16, 37])
 def test_torch_computes_what_is_emulated(tokens):
     x, weight, grad = randn(tokens, 48), randn(32, 48, seed=1), randn(tokens, 32, seed=2)
-    for actual, expected in zip(run("tensorwise", "torch", x, weight, grad), run("tensorwise", "emulated", x, weight, grad)):
+    by_torch, emulated = (run("tensorwise", name, x, weight, grad) for name in ("torch", "emulated"))
+    for actual, expected in zip(by_torch, emulated):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
