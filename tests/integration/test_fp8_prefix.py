@@ -181,7 +181,7 @@ def test_a_run_says_and_records_what_it_runs(tmp_path, capsys):
     ("options", "message"),
     [
         (dict(fp8_backend="te"), "--fp8-prefix blockwise with --fp8-backend te needs Transformer Engine's layers"),
-        (dict(fp8_backend="torch"), "torch runs tensorwise only; change --fp8-prefix, or --fp8-backend"),
+        (dict(fp8_backend="torch"), "torch runs tensorwise only; change --fp8-prefix or --fp8-backend"),
     ],
 )
 def test_what_is_not_there_is_refused(options, message):
