@@ -32,7 +32,7 @@ from full_sequence_oracle import perturb
 from gradient_case import GradientCase, make_case, parse, tool_parser
 
 from megatron_longstraw.config import Config, ConfigError, ModelConfig
-from megatron_longstraw.convert.adopt import open_folder, with_model_of
+from megatron_longstraw.convert.adopt import open_folder
 from megatron_longstraw.data.tokenizers import load_tokenizer
 from megatron_longstraw.gradients import in_step
 from megatron_longstraw.mcore import fp8, parallel
@@ -113,7 +113,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--shares-only", action="store_true", help="measure nothing")
     try:
         config, args = parse(argv, parser=parser)
-        config = with_model_of(config, open_folder(config)).resolve()
         torch.set_num_threads(1)
         shares = {str(tokens): linear_share(config.model, tokens) for tokens in SHARE_TOKENS}
         result = {"linear_share": shares} | ({} if args.shares_only else measure(config, args))

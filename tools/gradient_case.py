@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_longstraw.config import SETTINGS, Config, load_config, parse_args, to_toml
+from megatron_longstraw.convert.adopt import open_folder, with_model_of
 from megatron_longstraw.types import Branch, PromptGroup
 
 TINY = {
@@ -79,11 +80,12 @@ def tool_parser(description: str) -> argparse.ArgumentParser:
 def parse(
     argv: list[str] | None, description: str = "", parser: argparse.ArgumentParser | None = None
 ) -> tuple[Config, argparse.Namespace]:
-    """The tiny model (none with --hf-checkpoint) < `--arch moe` < TOML files < flags. `parser`: `tool_parser` and more."""
-    _, args = parse_args(argv, extra=parser or tool_parser(description))
+    """The tiny model < `--arch moe` < TOML files < flags, or the model of --hf-checkpoint. `parser`: `tool_parser` and
+    more."""
+    given, args = parse_args(argv, extra=parser or tool_parser(description))
+    if given.checkpoint.hf_checkpoint is not None:
+        return with_model_of(given, open_folder(given)).resolve(), args
     defaults = TINY | (MOE if args.arch == "moe" else {})
-    if "config.hf_checkpoint" in vars(args):
-        defaults = {}
     with tempfile.TemporaryDirectory() as folder:
         base = Path(folder) / "defaults.toml"
         base.write_text(to_toml(load_config([], defaults)))
