@@ -9,6 +9,7 @@ from typing import Iterator
 from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig
 from megatron_longstraw.config.settings import ConfigError
 
+
 def check(config: Config, world_size: int | None = None) -> None:
     """Raises ConfigError with all problems of `validate`, if there are any."""
     problems = validate(config, world_size)
@@ -291,7 +292,7 @@ def _fp8_problems(config: Config) -> Iterator[str]:
     if prefix.fp8_prefix == "tensorwise" and parallel.expert_model_parallel_size > 1:
         yield _problem(
             f"fp8_prefix tensorwise with expert_model_parallel_size {parallel.expert_model_parallel_size}",
-            "blockwise: an expert's one scale would depend on other ranks' prompts, and so differ when a prompt runs again",
+            "blockwise: an expert's one scale would depend on other ranks' prompts, and differ when a prompt runs again",
             "fp8_prefix",
             "expert_model_parallel_size",
         )
