@@ -137,7 +137,7 @@ def _communication(torch) -> Finding:
 
 
 def _transformer_engine(cuda: bool) -> Finding:
-    name, cost = "transformer engine", "no FP8 and no fused layers: Megatron's local layers are used"
+    name, cost = "transformer engine", "FP8 without its kernels and no fused layers: Megatron's local layers are used"
     if importlib.util.find_spec("transformer_engine") is None:
         how = "pip install --no-build-isolation 'megatron_longstraw[te]' beside a CUDA build of torch"
         return Finding(name, "missing", f"{cost}; {how if cuda else 'it needs a CUDA device'}")

@@ -263,11 +263,11 @@ def run(config: Config) -> RunSummary:
     progress = state.restore(start)
     stop = StopRequest()
     stop.listen()
-    log = RunLog(config, active=dist.get_rank() == 0, first_step=progress.steps)
+    log = RunLog(policy.config, active=dist.get_rank() == 0, first_step=progress.steps)
     try:
         for warning in folder.warnings if folder else ():
             log.say(f"warning    {warning}")
-        log.say(f"layout     {layout.describe()} on {layout.device.type}, prefix gradient {config.prefix.prefix_grad}")
+        log.say(f"layout     {policy.describe()}")
         log.say(f"prompts    {describe(source)}")
         for note in start.notes:
             log.say(f"start      {note}")

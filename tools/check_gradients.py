@@ -105,13 +105,17 @@ def parameter_errors(grads: Gradients, reference: dict[str, torch.Tensor]) -> tu
 
 
 def cosine(a: Gradients, b: Gradients) -> float:
-    """Of whole gradients, each shard counted once."""
+    dot, aa, bb = products(a, b)
+    return dot / (aa * bb) ** 0.5
+
+
+def products(a: Gradients, b: Gradients) -> tuple[float, float, float]:
+    """a.b, a.a and b.b of whole gradients, each shard counted once."""
     local = {
         key: tuple(float((x * y).double().sum()) for x, y in ((a[key][1], b[key][1]), (a[key][1],) * 2, (b[key][1],) * 2))
         for key in a
     }
-    dot, aa, bb = np.sum(list(_over_ranks(local, worse=lambda *_: False).values()), axis=0)
-    return float(dot / np.sqrt(aa * bb))
+    return tuple(map(float, np.sum(list(_over_ranks(local, worse=lambda *_: False).values()), axis=0)))
 
 
 def _over_ranks(local: dict, worse) -> dict:

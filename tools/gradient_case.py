@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_longstraw.config import Config, config_from_args, load_config, parse_args, to_toml
+from megatron_longstraw.convert.adopt import open_folder, with_model_of
 from megatron_longstraw.types import Branch, PromptGroup
 
 TINY = {
@@ -76,9 +77,14 @@ def tool_parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def parse(argv: list[str] | None, description: str = "") -> tuple[Config, argparse.Namespace]:
-    """The tiny model < `--arch moe` < TOML files < flags."""
-    _, args = parse_args(argv, extra=tool_parser(description))
+def parse(
+    argv: list[str] | None, description: str = "", parser: argparse.ArgumentParser | None = None
+) -> tuple[Config, argparse.Namespace]:
+    """The tiny model < `--arch moe` < TOML files < flags, or the model of --hf-checkpoint. `parser`: `tool_parser` and
+    more."""
+    given, args = parse_args(argv, extra=parser or tool_parser(description))
+    if given.checkpoint.hf_checkpoint is not None:
+        return with_model_of(given, open_folder(given)).resolve(), args
     return config_from_args(args, TINY | (MOE if args.arch == "moe" else {})).resolve(), args
 
 

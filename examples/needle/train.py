@@ -72,10 +72,10 @@ def main() -> None:
     source = training_source(config, task(config))
     start = find_start(config.checkpoint)
     policy = Policy(config, layout, checkpoint=start.checkpoint)
-    log = RunLog(config, active=dist.get_rank() == 0, first_step=start.steps)
+    log = RunLog(policy.config, active=dist.get_rank() == 0, first_step=start.steps)
     log.say(
-        f"layout     {layout.describe()} on {layout.device.type}; prompts of {config.rollout.max_prompt_length} "
-        f"tokens, {config.rollout.group_size} responses each; prefix gradient {config.prefix.prefix_grad}"
+        f"layout     {policy.describe()}; prompts of {config.rollout.max_prompt_length} tokens, "
+        f"{config.rollout.group_size} responses each"
     )
     begin = time.perf_counter()
     if start.checkpoint is None:

@@ -3,7 +3,8 @@
     schema.py    the sections and their fields, with defaults and help
     settings.py  what one field accepts, and how a text or a TOML value becomes one
     parsing.py   defaults < TOML files left to right < flags; and back to TOML
-    rules.py     what has to hold between fields, and for a world of ranks
+    rules.py, prefix_rules.py
+                 what has to hold between fields, and for a world of ranks; of the shared prompt
 """
 from megatron_longstraw.config.parsing import (
     add_config_flags,

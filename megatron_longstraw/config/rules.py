@@ -6,7 +6,9 @@ from __future__ import annotations
 
 from typing import Iterator
 
-from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig, PrefixConfig
+from megatron_longstraw.config.prefix_rules import prefix_problems
+from megatron_longstraw.config.problems import divides, problem
+from megatron_longstraw.config.schema import SETTINGS, Config, ModelConfig, ParallelConfig
 from megatron_longstraw.config.settings import ConfigError
 
 
@@ -30,8 +32,7 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
     problems += _moe_problems(model, parallel)
     problems += _sharding_problems(model, parallel)
     problems += _schedule_problems(resolved)
-    problems += _prefix_memory_problems(resolved)
-    problems += _storage_problems(config.prefix)
+    problems += prefix_problems(config)
     problems += _size_problems(resolved)
     problems += _optimizer_problems(resolved)
     problems += _checkpoint_problems(resolved)
@@ -43,9 +44,9 @@ def validate(config: Config, world_size: int | None = None) -> list[str]:
 
 def _field_problems(config: Config) -> Iterator[str]:
     for setting in SETTINGS.values():
-        problem = setting.problem(getattr(getattr(config, setting.section), setting.name))
-        if problem is not None:
-            yield problem
+        found = setting.problem(getattr(getattr(config, setting.section), setting.name))
+        if found is not None:
+            yield found
 
 
 def _types_hold(config: Config) -> bool:
@@ -56,21 +57,21 @@ def _types_hold(config: Config) -> bool:
 
 def _head_problems(given: ModelConfig, model: ModelConfig) -> Iterator[str]:
     heads, groups = model.num_attention_heads, model.num_query_groups
-    if not _divides(groups, heads):
-        yield _problem(
+    if not divides(groups, heads):
+        yield problem(
             f"num_query_groups {groups} for num_attention_heads {heads}",
             "query groups that divide the heads",
             "num_query_groups",
         )
-    if given.kv_channels is None and not _divides(heads, model.hidden_size):
-        yield _problem(
+    if given.kv_channels is None and not divides(heads, model.hidden_size):
+        yield problem(
             f"hidden_size {model.hidden_size} for num_attention_heads {heads}",
             "heads that divide the hidden size, or kv_channels",
             "num_attention_heads",
             "kv_channels",
         )
-    elif not _divides(2, model.kv_channels):
-        yield _problem(
+    elif not divides(2, model.kv_channels):
+        yield problem(
             f"kv_channels {model.kv_channels}", "an even size, because channels rotate in pairs", "kv_channels"
         )
 
@@ -78,14 +79,14 @@ def _head_problems(given: ModelConfig, model: ModelConfig) -> Iterator[str]:
 def _position_problems(config: Config) -> Iterator[str]:
     model, rollout = config.model, config.rollout
     if model.use_rope_scaling and model.position_embedding_type != "rope":
-        yield _problem(
+        yield problem(
             f"use_rope_scaling with position_embedding_type {model.position_embedding_type}",
             "rope: the Llama 3 scaling has no effect on another embedding",
             "use_rope_scaling",
             "position_embedding_type",
         )
     if model.rotary_seq_len_interpolation_factor != 1.0 and (model.use_rope_scaling or model.position_embedding_type != "rope"):
-        yield _problem(
+        yield problem(
             f"rotary_seq_len_interpolation_factor {model.rotary_seq_len_interpolation_factor} beside another scaling",
             "one way of scaling positions",
             "rotary_seq_len_interpolation_factor",
@@ -93,7 +94,7 @@ def _position_problems(config: Config) -> Iterator[str]:
             "position_embedding_type",
         )
     if model.use_rope_scaling and model.rope_scaling_low_freq_factor >= model.rope_scaling_high_freq_factor:
-        yield _problem(
+        yield problem(
             f"rope_scaling_low_freq_factor {model.rope_scaling_low_freq_factor} and "
             f"rope_scaling_high_freq_factor {model.rope_scaling_high_freq_factor}",
             "a low factor below the high one",
@@ -101,7 +102,7 @@ def _position_problems(config: Config) -> Iterator[str]:
         )
     longest = (rollout.max_prompt_length or 1) + rollout.max_response_length
     if longest > model.max_position_embeddings:
-        yield _problem(
+        yield problem(
             f"a longest prompt plus response of {longest} tokens",
             f"at most max_position_embeddings {model.max_position_embeddings}",
             "max_position_embeddings",
@@ -109,7 +110,7 @@ def _position_problems(config: Config) -> Iterator[str]:
         )
     foreign = [token for token in rollout.stop_token_ids if token >= model.vocab_size]
     if foreign:
-        yield _problem(
+        yield problem(
             f"stop_token_ids {foreign}", f"ids below vocab_size {model.vocab_size}", "stop_token_ids", "vocab_size"
         )
 
@@ -117,13 +118,13 @@ def _position_problems(config: Config) -> Iterator[str]:
 def _determinism_problems(model: ModelConfig) -> Iterator[str]:
     for name in ("hidden_dropout", "attention_dropout"):
         if getattr(model, name) != 0.0:
-            yield _problem(
+            yield problem(
                 f"{name} {getattr(model, name)}",
                 "0: the prompt runs again for its gradient and must give the same numbers as at capture",
                 name,
             )
     if model.fp16:
-        yield _problem(
+        yield problem(
             "fp16",
             "bf16 or float32: float16 needs a loss scale, which the gradients kept with the prefix do not carry",
             "fp16",
@@ -133,19 +134,19 @@ def _determinism_problems(model: ModelConfig) -> Iterator[str]:
 
 def _moe_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     if model.moe_input_jitter_eps not in (None, 0.0):
-        yield _problem(
+        yield problem(
             f"moe_input_jitter_eps {model.moe_input_jitter_eps}",
             "none: with noise the prompt's second run would route tokens to other experts than its capture",
             "moe_input_jitter_eps",
         )
     if model.moe_expert_capacity_factor is not None:
-        yield _problem(
+        yield problem(
             f"moe_expert_capacity_factor {model.moe_expert_capacity_factor}",
             "none: which tokens are dropped would depend on how the prompt is cut into chunks",
             "moe_expert_capacity_factor",
         )
     if model.moe_aux_loss_coeff != 0.0:
-        yield _problem(
+        yield problem(
             f"moe_aux_loss_coeff {model.moe_aux_loss_coeff}",
             "0: it would count every prompt token but be divided by response tokens, far too strong",
             "moe_aux_loss_coeff",
@@ -154,33 +155,33 @@ def _moe_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
         yield from _dense_problems(model, parallel)
         return
     if model.moe_router_topk == 1 and not model.moe_router_pre_softmax:
-        yield _problem(
+        yield problem(
             "moe_router_pre_softmax off with moe_router_topk 1",
             "on: the softmax over one expert is constant, so the router would not learn",
             "moe_router_pre_softmax",
             "moe_router_topk",
         )
     if model.moe_router_topk > model.num_experts:
-        yield _problem(
+        yield problem(
             f"moe_router_topk {model.moe_router_topk} of num_experts {model.num_experts}",
             "at most all experts",
             "moe_router_topk",
         )
-    if not _divides(parallel.expert_model_parallel_size, model.num_experts):
-        yield _problem(
+    if not divides(parallel.expert_model_parallel_size, model.num_experts):
+        yield problem(
             f"num_experts {model.num_experts} over expert_model_parallel_size {parallel.expert_model_parallel_size}",
             "experts that divide evenly",
             "expert_model_parallel_size",
         )
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield _problem(
+        yield problem(
             f"num_experts with tensor_model_parallel_size {parallel.tensor_model_parallel_size} "
             "and no sequence_parallel",
             "sequence_parallel, without which Megatron's expert layer refuses to train",
             "sequence_parallel",
         )
     if model.moe_token_dispatcher_type == "allgather" and parallel.expert_model_parallel_size > 1:
-        yield _problem(
+        yield problem(
             "moe_token_dispatcher_type allgather with expert_model_parallel_size "
             f"{parallel.expert_model_parallel_size}",
             "alltoall: allgather assumes equal lengths on all ranks, and prompts differ",
@@ -190,7 +191,7 @@ def _moe_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
 
 def _dense_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
     if parallel.expert_model_parallel_size > 1:
-        yield _problem(
+        yield problem(
             f"expert_model_parallel_size {parallel.expert_model_parallel_size} without num_experts",
             "a model with experts",
             "expert_model_parallel_size",
@@ -198,7 +199,7 @@ def _dense_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[st
         )
     for name in ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_pre_softmax"):
         if getattr(model, name) is not None:
-            yield _problem(f"{name} {getattr(model, name)} without num_experts", "num_experts", name, "num_experts")
+            yield problem(f"{name} {getattr(model, name)} without num_experts", "num_experts", name, "num_experts")
 
 
 def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
@@ -211,32 +212,32 @@ def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator
         widths.append("moe_ffn_hidden_size")
     for name in widths:
         value = getattr(model, name)
-        if value is not None and not _divides(tp, value):
-            yield _problem(
+        if value is not None and not divides(tp, value):
+            yield problem(
                 f"{name} {value} over tensor_model_parallel_size {tp}",
                 f"a multiple of {tp}",
                 "tensor_model_parallel_size",
                 name,
             )
     if parallel.sequence_parallel and tp == 1:
-        yield _problem(
+        yield problem(
             "sequence_parallel with tensor_model_parallel_size 1",
             "tensor parallel ranks to split over",
             "sequence_parallel",
             "tensor_model_parallel_size",
         )
     if vpp is not None and pp == 1:
-        yield _problem(
+        yield problem(
             f"num_virtual_stages_per_pipeline_rank {vpp} with pipeline_model_parallel_size 1",
             "a pipeline to interleave",
             "num_virtual_stages_per_pipeline_rank",
             "pipeline_model_parallel_size",
         )
-    if not _divides(pp * (vpp or 1), model.num_layers):
+    if not divides(pp * (vpp or 1), model.num_layers):
         stages = f"pipeline_model_parallel_size {pp}"
         if vpp is not None:
             stages += f" * num_virtual_stages_per_pipeline_rank {vpp}"
-        yield _problem(
+        yield problem(
             f"num_layers {model.num_layers} over {stages}",
             f"a multiple of {pp * (vpp or 1)}",
             "num_layers",
@@ -244,7 +245,7 @@ def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator
         )
     for name in ("recompute_method", "recompute_num_layers"):
         if getattr(parallel, name) is not None and parallel.recompute_granularity is None:
-            yield _problem(
+            yield problem(
                 f"{name} {getattr(parallel, name)} without recompute_granularity",
                 "full, without which nothing is recomputed",
                 "recompute_granularity",
@@ -255,14 +256,14 @@ def _sharding_problems(model: ModelConfig, parallel: ParallelConfig) -> Iterator
 def _schedule_problems(config: Config) -> Iterator[str]:
     prefix, algorithm = config.prefix, config.algorithm
     if prefix.schedule == "full" and prefix.prefix_grad != "exact":
-        yield _problem(
+        yield problem(
             f"schedule full with prefix_grad {prefix.prefix_grad}",
             "exact: whole sequences always carry the prompt's gradient",
             "schedule",
             "prefix_grad",
         )
-    if not _divides(algorithm.ppo_mini_batch_size, algorithm.train_batch_size):
-        yield _problem(
+    if not divides(algorithm.ppo_mini_batch_size, algorithm.train_batch_size):
+        yield problem(
             f"ppo_mini_batch_size {algorithm.ppo_mini_batch_size} "
             f"for train_batch_size {algorithm.train_batch_size} prompts",
             "mini-batches that divide the batch",
@@ -271,97 +272,12 @@ def _schedule_problems(config: Config) -> Iterator[str]:
         )
 
 
-def _prefix_memory_problems(config: Config) -> Iterator[str]:
-    """What saves memory or time of the prompt has to have something to save."""
-    if config.prefix.prefix_graph_bytes:
-        yield from _graph_problems(config)
-    if config.prefix.prefix_activation_bytes is not None:
-        yield from _budget_problems(config)
-        return
-    block_rows = config.prefix.prefix_mlp_block_tokens
-    if block_rows is not None and config.prefix.schedule == "full":
-        yield _without_chunks("prefix_mlp_block_tokens", block_rows)
-    elif block_rows is not None and min(_axes(config.parallel)) >= 1:
-        rows = config.rows_of_rank(config.prefix.prefix_chunk_tokens)
-        if block_rows >= rows:
-            yield _problem(
-                f"prefix_mlp_block_tokens {block_rows} for {rows} rows of a chunk on a rank",
-                "fewer than the chunk has, or there is nothing to cut",
-                "prefix_mlp_block_tokens",
-                "prefix_chunk_tokens",
-            )
-
-
-def _graph_problems(config: Config) -> Iterator[str]:
-    prefix, parallel = config.prefix, config.parallel
-    graphs = f"prefix_graph_bytes {prefix.prefix_graph_bytes}"
-    if prefix.schedule == "full":
-        yield _without_chunks("prefix_graph_bytes", prefix.prefix_graph_bytes)
-    if prefix.prefix_grad == "frozen":
-        yield _problem(f"{graphs} with prefix_grad frozen", "a walk back to keep them for", "prefix_graph_bytes", "prefix_grad")
-    reasons = {
-        "pipeline_model_parallel_size": "1: a stage's backward needs the input that its forward received, in one call",
-        "expert_model_parallel_size": "1: ranks meet in each other's forwards, and one without a forward would be missed",
-    }
-    for name, reason in reasons.items():
-        if getattr(parallel, name) > 1:
-            yield _problem(f"{graphs} with {name} {getattr(parallel, name)}", reason, "prefix_graph_bytes", name)
-
-
-def _budget_problems(config: Config) -> Iterator[str]:
-    budget = f"prefix_activation_bytes {config.prefix.prefix_activation_bytes}"
-    if config.prefix.schedule == "full":
-        yield _without_chunks("prefix_activation_bytes", config.prefix.prefix_activation_bytes)
-    if "prefix_chunk_tokens" in config.given:
-        yield _problem(
-            f"{budget} beside prefix_chunk_tokens {config.prefix.prefix_chunk_tokens}",
-            "one of them: the bytes choose the tokens",
-            "prefix_activation_bytes",
-            "prefix_chunk_tokens",
-        )
-
-
-def _without_chunks(name: str, value: object) -> str:
-    return _problem(f"{name} {value} with schedule full", "branch: whole sequences have no prompt chunks", "schedule", name)
-
-
-def _storage_problems(prefix: PrefixConfig) -> Iterator[str]:
-    """Options that would do nothing; of a prefix that is not resolved."""
-    stored = ("prefix_kv_dtype", "prefix_grad_dtype", "prefix_kv_tier", "prefix_device_bytes")
-    given = [name for name in stored if getattr(prefix, name) != SETTINGS[name].default]
-    given += ["prefix_out_tier"] * (prefix.prefix_out_tier == "host")
-    if prefix.schedule == "full":
-        for name in given:
-            yield _problem(
-                f"{name} {getattr(prefix, name)} with schedule full",
-                "branch: whole sequences keep nothing of a prompt",
-                name,
-                "schedule",
-            )
-        return
-    if prefix.prefix_grad == "frozen":
-        for name in (name for name in given if name in ("prefix_grad_dtype", "prefix_out_tier")):
-            yield _problem(
-                f"{name} {getattr(prefix, name)} with prefix_grad frozen",
-                "exact or last:N: without a walk back there is nothing of it to keep",
-                name,
-                "prefix_grad",
-            )
-    if prefix.prefix_device_bytes is not None and prefix.prefix_kv_tier == "device":
-        yield _problem(
-            f"prefix_device_bytes {prefix.prefix_device_bytes} with prefix_kv_tier device",
-            "host, without which all stays on the device",
-            "prefix_kv_tier",
-            "prefix_device_bytes",
-        )
-
-
 def _size_problems(config: Config) -> Iterator[str]:
     """Kernels that count elements of a tensor in 32 bits wrap around, some of them to a result that looks right."""
     tp = config.parallel.tensor_model_parallel_size
     rows, width = config.prefix.log_probs_chunk_size, config.model.padded_vocab_size(tp) // tp
     if rows * width >= 2**31:
-        yield _problem(
+        yield problem(
             f"log_probs_chunk_size {rows} for {width} vocabulary entries on a rank, a tensor of {rows * width} elements",
             f"fewer than 2^31, so at most {(2**31 - 1) // width} rows",
             "log_probs_chunk_size",
@@ -375,21 +291,21 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         decay_name, decay_iters = "train_iters", config.run.train_iters * config.algorithm.updates_per_step
     # Megatron's scheduler asserts a strict inequality, with every decay style.
     if optimizer.lr_warmup_iters and optimizer.lr_warmup_iters >= decay_iters:
-        yield _problem(
+        yield problem(
             f"lr_warmup_iters {optimizer.lr_warmup_iters} for {decay_name} {decay_iters}",
             "a warmup that ends before the decay does",
             "lr_warmup_iters",
             "lr_decay_iters",
         )
     if optimizer.min_lr > optimizer.lr:
-        yield _problem(f"min_lr {optimizer.min_lr} above lr {optimizer.lr}", "at most lr", "min_lr", "lr")
+        yield problem(f"min_lr {optimizer.min_lr} above lr {optimizer.lr}", "at most lr", "min_lr", "lr")
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:
     checkpoint = config.checkpoint
     for name in ("save_hf", "backfill"):
         if getattr(checkpoint, name) and checkpoint.hf_checkpoint is None:
-            yield _problem(
+            yield problem(
                 f"{name} {getattr(checkpoint, name)} without hf_checkpoint",
                 "the Hugging Face folder that the model comes from and whose other files go with it",
                 "hf_checkpoint",
@@ -397,9 +313,9 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
             )
     for name in ("save_interval", "async_save", "max_ckpt_to_keep", "save_retain_interval"):
         if getattr(checkpoint, name) and checkpoint.save is None:
-            yield _problem(f"{name} {getattr(checkpoint, name)} without save", "a folder for checkpoints", "save", name)
+            yield problem(f"{name} {getattr(checkpoint, name)} without save", "a folder for checkpoints", "save", name)
     if checkpoint.save_retain_interval and checkpoint.max_ckpt_to_keep is None:
-        yield _problem(
+        yield problem(
             f"save_retain_interval {checkpoint.save_retain_interval} without max_ckpt_to_keep",
             "a number of checkpoints to keep, without which all are kept",
             "max_ckpt_to_keep",
@@ -407,47 +323,32 @@ def _checkpoint_problems(config: Config) -> Iterator[str]:
         )
     if (checkpoint.resume_mode == "resume_path" or checkpoint.finetune) and checkpoint.load is None:
         name = "finetune" if checkpoint.finetune else "resume_mode"
-        yield _problem(f"{name} {getattr(checkpoint, name)} without load", "a checkpoint folder", "load", name)
+        yield problem(f"{name} {getattr(checkpoint, name)} without load", "a checkpoint folder", "load", name)
     if checkpoint.resume_mode == "resume_path" and checkpoint.finetune:
-        yield _problem("finetune with resume_mode resume_path", "one of them", "finetune", "resume_mode")
+        yield problem("finetune with resume_mode resume_path", "one of them", "finetune", "resume_mode")
 
 
 def _logging_problems(config: Config) -> Iterator[str]:
     for name in ("wandb_exp_name", "wandb_save_dir"):
         value = getattr(config.logging, name)
         if value is not None and config.logging.wandb_project is None:
-            yield _problem(f"{name} {value} without wandb_project", "the project it belongs to", "wandb_project", name)
-
-
-_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-
-
-def _axes(parallel: ParallelConfig) -> tuple[int, int, int]:
-    return tuple(getattr(parallel, axis) for axis in _AXES)
+            yield problem(f"{name} {value} without wandb_project", "the project it belongs to", "wandb_project", name)
 
 
 def _world_problems(parallel: ParallelConfig, world_size: int) -> Iterator[str]:
-    tp, pp, cp = _axes(parallel)
-    if world_size < 1 or not _divides(tp * pp * cp, world_size):
-        yield _problem(
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    tp, pp, cp = (getattr(parallel, axis) for axis in axes)
+    if world_size < 1 or not divides(tp * pp * cp, world_size):
+        yield problem(
             f"tensor {tp} * pipeline {pp} * context {cp} = {tp * pp * cp} for a world of {world_size} ranks",
             "a product that divides the world size (the quotient is the data parallel size)",
-            *_AXES,
+            *axes,
         )
-    elif not _divides(parallel.expert_model_parallel_size, world_size // max(1, pp)):
+    elif not divides(parallel.expert_model_parallel_size, world_size // max(1, pp)):
         # Whole experts are spread over all ranks of a pipeline stage, whatever those do in attention.
-        yield _problem(
+        yield problem(
             f"expert_model_parallel_size {parallel.expert_model_parallel_size} for the "
             f"{world_size // pp} ranks of a pipeline stage",
             "a size that divides them",
             "expert_model_parallel_size",
         )
-
-
-def _divides(divisor: int, number: int) -> bool:
-    # A divisor below 1 is reported as a problem of its own field.
-    return divisor < 1 or number % divisor == 0
-
-
-def _problem(got: str, need: str, *names: str) -> str:
-    return f"got {got}, need {need}; change {' or '.join(SETTINGS[name].flag for name in names)}"

@@ -206,6 +206,16 @@ class PrefixConfig:
         "rows of a prompt chunk on one rank that go through a layer's MLP at once, and again in the walk back; none: all",
         minimum=1,
     )
+    fp8_prefix: str = option(
+        "off",
+        "linear layers of the prompt passes in FP8: off, one scale per tensor, or one per block of 128",
+        choices=("off", "tensorwise", "blockwise"),
+    )
+    fp8_backend: str = option(
+        "auto",
+        "what runs them; auto: te (Transformer Engine) where its layers are built, else torch on a GPU, else emulated",
+        choices=("auto", "te", "torch", "emulated"),
+    )
     branches_per_microbatch: int = option(8, "responses replayed at once, per prompt", minimum=1)
     prompts_per_microbatch: int = option(1, "prompts of equal length that share a capture", minimum=1)
     prefix_state_budget: int | None = option(
@@ -451,7 +461,8 @@ class Config:
         """Rows of one rank outside the matmuls for a sequence of that many tokens, pads included."""
         parallel = self.parallel
         tp = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        return -(-num_tokens // (parallel.context_parallel_size * tp))
+        # A size below 1 is a problem of its own field.
+        return -(-num_tokens // max(1, parallel.context_parallel_size * tp))
 
 
 def _default(value, otherwise):

@@ -49,7 +49,8 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
         walk_back: the store may serve an update; False keeps nothing for a prefix backward (sampling, scoring).
     """
     if batch is None:
-        run_call(policy, [], grad=False, head=False)
+        with policy.prefix_precision():
+            run_call(policy, [], grad=False, head=False)
         return None
     store = open_store(policy, batch, walk_back=walk_back)
     capture_chunks(policy, store, batch, range(store.plan.num_chunks))
@@ -59,7 +60,7 @@ def capture(policy: Policy, batch: PromptBatch | None, *, walk_back: bool = True
 def open_store(policy: Policy, batch: PromptBatch, *, walk_back: bool = True) -> PrefixStore:
     """The store of a capture that has not begun; see `capture`."""
     prefix = policy.config.prefix
-    plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout)
+    plan = chunk_plan(batch.num_prefix_tokens, prefix.prefix_chunk_tokens, policy.layout, policy.prefix_row_multiple)
     store = PrefixStore(
         num_prompts=batch.num_prompts,
         plan=plan,
@@ -82,7 +83,7 @@ def capture_chunks(policy: Policy, store: PrefixStore, batch: PromptBatch, chunk
     """Run these chunks of the prompts, which have to follow those that the store holds."""
     items = [_chunk_item(policy, store, batch, index, appends=True) for index in chunks]
     num_tokens = sum(store.plan.chunks[index].num_tokens for index in chunks)
-    with policy.meter.measure("capture", batch.num_prompts * num_tokens):
+    with policy.meter.measure("capture", batch.num_prompts * num_tokens), policy.prefix_precision():
         run_call(policy, items, grad=False, head=False)
 
 
@@ -122,14 +123,15 @@ def prefix_backward(policy: Policy, store: PrefixStore | None, batch: PromptBatc
     if policy.config.prefix.prefix_grad == "frozen":
         return
     if batch is None:
-        run_call(policy, [], grad=True, head=False)
+        with policy.prefix_precision():
+            run_call(policy, [], grad=True, head=False)
         return
     store.check_version(policy.weights_version)
     walked_back = range(store.first_chunk_walked_back, store.plan.num_chunks)
     items = [_chunk_item(policy, store, batch, index, grad=True, seeded=True) for index in reversed(walked_back)]
     again = [index for index in walked_back if store.graphs is None or not store.graphs.keeps(index)]
     num_tokens = sum(store.plan.chunks[index].num_tokens for index in again)
-    with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens):
+    with policy.meter.measure("prefix_backward", batch.num_prompts * num_tokens), policy.prefix_precision():
         run_call(policy, items, grad=True, head=False)
 
 

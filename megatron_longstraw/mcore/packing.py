@@ -103,10 +103,8 @@ def pack_values(pack: BranchPack, values: dict[tuple[int, int], np.ndarray]) -> 
     return table
 
 
-def chunk_plan(num_tokens: int, chunk_tokens: int, layout: Layout) -> ChunkPlan:
-    return plan_chunks(
-        num_tokens, chunk_tokens, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=layout.row_multiple
-    )
+def chunk_plan(num_tokens: int, chunk_tokens: int, layout: Layout, row_multiple: int) -> ChunkPlan:
+    return plan_chunks(num_tokens, chunk_tokens, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=row_multiple)
 
 
 def sequence_slice(start: int, num_tokens: int, layout: Layout) -> SequenceSlice:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_longstraw.config import Config, ConfigError
 from megatron_longstraw.convert.folder import HFFolder
-from megatron_longstraw.mcore import cpu_runtime
+from megatron_longstraw.mcore import cpu_runtime, fp8
 from megatron_longstraw.mcore.checkpoint_folder import Checkpoint
 from megatron_longstraw.mcore.logprobs import ResponseHead
 from megatron_longstraw.mcore.model import build_model_chunks
@@ -36,14 +37,18 @@ class Policy:
         """`checkpoint`, `hf_folder`: where the weights come from, see `set_weights`.
 
         Raises:
-            ConfigError, FolderError: they do not fit the model; or the size of a chunk is still to be chosen.
+            ConfigError, FolderError: they do not fit the model; the size of a chunk is still to be chosen; or FP8 as asked
+                for does not run here.
         """
         if config.prefix.prefix_activation_bytes is not None:
             raise ConfigError([
                 f"got prefix_activation_bytes {config.prefix.prefix_activation_bytes} where nothing chooses a chunk by it, "
                 "need prefix_chunk_tokens; change --prefix-activation-bytes or --prefix-chunk-tokens"
             ])  # fmt: skip
-        self.config, self.layout = config, layout
+        self.layout, self.fp8 = layout, fp8.choose(config, layout.device)
+        if self.fp8 is not None:  # what runs, where `auto` left it open
+            config = replace(config, prefix=replace(config.prefix, fp8_backend=self.fp8.backend))
+        self.config = config
         cpu_runtime.install()
         self.chunks: list[GPTModel] = build_model_chunks(config)
         set_weights(self.chunks, config, hf_folder, checkpoint)
@@ -79,6 +84,11 @@ class Policy:
             ),
             module,
         )
+
+    def describe(self) -> str:
+        """Layout, device and what the run does with its prompts, for the start lines of a run."""
+        text = f"{self.layout.describe()} on {self.layout.device.type}, prefix gradient {self.config.prefix.prefix_grad}"
+        return text if self.fp8 is None else f"{text}, {self.fp8.describe()}"
 
     # -- gradients -------------------------------------------------------------------------------------------
 
@@ -137,6 +147,15 @@ class Policy:
             return int(value)
 
         return ChunkGraphs(walked_back, self._graph_budget, storages, least)
+
+    def prefix_precision(self):
+        """What the prompt passes run in, backward included: the linear layers in FP8 where asked for."""
+        return contextlib.nullcontext() if self.fp8 is None else self.fp8.switched_on(self.chunks)
+
+    @property
+    def prefix_row_multiple(self) -> int:
+        """Rows of a rank in a prompt pass must be a multiple of this."""
+        return self.layout.row_multiple if self.fp8 is None else self.fp8.row_multiple(self.layout)
 
     # -- weights ---------------------------------------------------------------------------------------------
 

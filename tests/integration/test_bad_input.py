@@ -56,6 +56,7 @@ FLAGS = [
     (["--train-files", "prompts.jsonl"], ["--train-files prompts.jsonl", "--prompt-function"]),
     (["--hidden-dropout", "0.1"], ["--hidden-dropout"]),
     (["--clip-ratio-high", "1.28"], ["1.28", "--clip-ratio-high"]),
+    (["--fp8-prefix", "blockwise", "--fp8-backend", "te"], ["Transformer Engine", "--fp8-backend"]),
 ]
 
 

@@ -15,6 +15,8 @@ import bench_step
 import check_gradients
 import config_reference
 import convert_hf
+import fp8_error
+import long_context_receipt
 import pytest
 import report
 import submit_slurm
@@ -134,6 +136,9 @@ class Typed:
         if args.training_script == "tools/check_gradients.py":
             check(check_gradients.parse(flags)[0], world_size)
             return
+        if args.training_script == "tools/long_context_receipt.py":
+            long_context_receipt.parse(flags, world_size)
+            return
         assert (args.module, args.training_script) in (
             (True, "megatron_longstraw.train"),
             (False, "launch/pretrain_rl_longctx.sh"),
@@ -195,6 +200,8 @@ class Typed:
                 self.convert(argv)
             case ["python", "tools/bench_step.py", *argv]:
                 bench_step.parse(argv)
+            case ["python", "tools/fp8_error.py", *argv]:
+                fp8_error.parse(argv)
             case ["torchrun", *argv]:
                 self.torchrun(argv)
             case ["bash", script, *flags]:

@@ -414,6 +414,9 @@ def test_num_chunks_walked_back(grad, chunks):
         ({"prefix_activation_bytes": 1}, 1),
         ({"prefix_graph_bytes": 1, "context_parallel_size": 2, "num_experts": 2}, 2),
         ({"prefix_mlp_block_tokens": 63, "prefix_chunk_tokens": 128, "context_parallel_size": 2}, 2),
+        ({"fp8_prefix": "tensorwise"}, 1),
+        ({"fp8_prefix": "blockwise", "num_experts": 4, "expert_model_parallel_size": 2}, 2),
+        ({"fp8_prefix": "blockwise", "fp8_backend": "emulated", "ffn_hidden_size": 50}, 1),
     ],
 )
 def test_accepted(overrides, world_size):
@@ -595,6 +598,37 @@ RULES = {
         {"prefix_grad": "frozen", "prefix_grad_dtype": "bf16", "prefix_out_tier": "host"},
         None,
         ["prefix_grad_dtype bf16 with prefix_grad frozen", "prefix_out_tier host with prefix_grad frozen"],
+    ),
+    "fp8 of MLP blocks": (
+        {"fp8_prefix": "blockwise", "prefix_mlp_block_tokens": 24},
+        None,
+        ["prefix_mlp_block_tokens 24 with fp8_prefix blockwise", "multiple of 16"],
+    ),
+    "fp8 without a prompt pass": (
+        {"fp8_prefix": "blockwise", "schedule": "full"},
+        None,
+        ["fp8_prefix blockwise with schedule full", "--schedule"],
+    ),
+    "fp8 backend without fp8": ({"fp8_backend": "emulated"}, None, ["fp8_backend emulated with fp8_prefix off", "--fp8-prefix"]),
+    "fp8 scale over other ranks' prompts": (
+        {"fp8_prefix": "tensorwise", "num_experts": 4, "expert_model_parallel_size": 2},
+        2,
+        ["fp8_prefix tensorwise with expert_model_parallel_size 2", "need blockwise"],
+    ),
+    "fp8 width": (
+        {"fp8_prefix": "tensorwise", "ffn_hidden_size": 48, "tensor_model_parallel_size": 2},
+        2,
+        ["width 48 over 2 ranks (ffn_hidden_size)", "multiple of 16 on each", "--ffn-hidden-size or --fp8-backend"],
+    ),
+    "fp8 expert width": (
+        {"fp8_prefix": "blockwise", "num_experts": 2, "moe_ffn_hidden_size": 40},
+        None,
+        ["width 40 over 1 ranks (moe_ffn_hidden_size)"],
+    ),
+    "fp8 heads": (
+        {"fp8_prefix": "blockwise", "hidden_size": 48, "num_attention_heads": 3, "kv_channels": 8},
+        None,
+        ["width 24 over 1 ranks (num_attention_heads)"],
     ),
     "mini-batch over batch": (
         {"train_batch_size": 6, "ppo_mini_batch_size": 4},
