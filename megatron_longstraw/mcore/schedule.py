@@ -148,4 +148,5 @@ def _dummy(policy: Policy, grad: bool, head: bool) -> CallItem:
     rows = slice_sequence(0, 1, cp_rank=layout.cp_rank, cp_size=layout.cp_size, multiple=policy.prefix_row_multiple)
     token_ids = np.zeros((1, rows.local_tokens), dtype=np.int64)
     mb = MicroBatch(rows, grad=grad, head=head)
-    return CallItem(BranchParams(micro_batch=mb, rotary_offset=rows.local_start, rotary_rows=rows.local_tokens), token_ids)
+    params = BranchParams(micro_batch=mb, rotary_offset=rows.local_start, rotary_rows=rows.local_tokens)
+    return CallItem(params, token_ids)

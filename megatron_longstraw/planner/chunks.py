@@ -37,7 +37,7 @@ def with_chunk_tokens(config: Config, world_size: int) -> Config:
 
 
 def _candidates(config: Config) -> Iterator[int]:
-    """Chunk sizes from the smallest to one that holds a longest prompt, or to as long as prompts stay in many chunks."""
+    """Chunk sizes from the smallest to one that holds a longest prompt, or while prompts stay in many chunks."""
     unit = config.parallel.context_parallel_size
     unit *= config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
     longest = (config.rollout.max_prompt_length or config.model.max_position_embeddings) - 1

@@ -56,7 +56,8 @@ class ChunkGraphs:
             saved.count(hidden)
         if measures:
             free_bytes = self.budget.limit_bytes - self.budget.held_bytes
-            self._first_kept = self.walked_back.stop - self.agree(min(len(self.walked_back), free_bytes // saved.nbytes))
+            fitting = min(len(self.walked_back), free_bytes // saved.nbytes)
+            self._first_kept = self.walked_back.stop - self.agree(fitting)
         if mb.chunk_index >= self._first_kept:
             self._kept[mb.chunk_index] = hidden, saved.nbytes
             self.budget.held_bytes += saved.nbytes
