@@ -51,10 +51,11 @@ def _graph_problems(config: Config) -> Iterator[str]:
     if prefix.schedule == "full":
         yield _without_chunks("prefix_graph_bytes", prefix.prefix_graph_bytes)
     if prefix.prefix_grad == "frozen":
-        yield problem(f"{graphs} with prefix_grad frozen", "a walk back to keep them for", "prefix_graph_bytes", "prefix_grad")
+        need = "a walk back to keep them for"
+        yield problem(f"{graphs} with prefix_grad frozen", need, "prefix_graph_bytes", "prefix_grad")
     reasons = {
         "pipeline_model_parallel_size": "1: a stage's backward needs the input that its forward received, in one call",
-        "expert_model_parallel_size": "1: ranks meet in each other's forwards, and one without a forward would be missed",
+        "expert_model_parallel_size": "1: ranks meet in each other's forwards and would miss one that has none",
     }
     for name, reason in reasons.items():
         if getattr(parallel, name) > 1:
@@ -75,7 +76,8 @@ def _budget_problems(config: Config) -> Iterator[str]:
 
 
 def _without_chunks(name: str, value: object) -> str:
-    return problem(f"{name} {value} with schedule full", "branch: whole sequences have no prompt chunks", "schedule", name)
+    need = "branch: whole sequences have no prompt chunks"
+    return problem(f"{name} {value} with schedule full", need, "schedule", name)
 
 
 def _storage_problems(prefix: PrefixConfig) -> Iterator[str]:

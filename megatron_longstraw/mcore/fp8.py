@@ -97,6 +97,12 @@ def choose(config: Config, device: torch.device) -> PrefixFp8 | None:
     if backend == "auto":
         backend = "te" if engine else "torch" if device.type == "cuda" else "emulated"
     asked = f"--fp8-prefix {prefix.fp8_prefix} with --fp8-backend {backend}"
+    if backend == "te" and prefix.prefix_mlp_block_tokens is not None:
+        # Blocks run again by Megatron's own checkpoint, outside its FP8 context.
+        raise ConfigError([
+            f"{asked} would run --prefix-mlp-block-tokens {prefix.prefix_mlp_block_tokens} again without FP8; leave that "
+            "out, or change --fp8-backend"
+        ])  # fmt: skip
     if backend == "te" and not engine:
         needs = "a CUDA device, the transformer_engine package and --transformer-impl auto"
         raise ConfigError([f"{asked} needs Transformer Engine's layers: {needs}; change --fp8-backend"])

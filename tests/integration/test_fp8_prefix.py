@@ -180,6 +180,7 @@ def test_a_run_says_and_records_what_it_runs(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (dict(fp8_backend="te", prefix_mlp_block_tokens=16), "run --prefix-mlp-block-tokens 16 again without FP8"),
         (dict(fp8_backend="te"), "--fp8-prefix blockwise with --fp8-backend te needs Transformer Engine's layers"),
         (dict(fp8_backend="torch"), "torch runs tensorwise only; change --fp8-prefix or --fp8-backend"),
     ],
