@@ -324,8 +324,7 @@ def exit_status(body: Callable[[], object]) -> int:
         report_lost_rank(error)
         return 1
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        parallel.leave()
     return 0
 
 

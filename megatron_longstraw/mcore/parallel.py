@@ -92,6 +92,13 @@ def expert_tensor_parallel_size(parallel: cfg.ParallelConfig) -> int:
     return 1 if parallel.expert_model_parallel_size > 1 else parallel.tensor_model_parallel_size
 
 
+def leave() -> None:
+    """Close all groups of this process; another `initialize` may follow."""
+    if dist.is_initialized():
+        _leave_groups()
+        dist.destroy_process_group()
+
+
 def _leave_groups() -> None:
     """Close the groups of an earlier layout in this process. Megatron only forgets them
     (parallel_state.destroy_model_parallel), and every open gloo group keeps threads polling."""
