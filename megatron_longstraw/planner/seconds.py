@@ -1,0 +1,246 @@
+"""Seconds of a step, by call and by what they go into. Predictions from rates, see hardware.py."""
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, GPUS_PER_NODE, Curve, Hardware
+from megatron_longstraw.planner.parameters import adapter_parameters_of_rank, linear_parameters_of_token, parameters_of_rank
+from megatron_longstraw.planner.shape import FLOAT32, Shape
+from megatron_longstraw.planner.tape import Layer, Rows, Tape
+
+CALLS = ("capture", "rollout", "score", "replay", "prefix_backward", "full", "optimizer")
+KINDS = ("matmul", "attention", "elementwise", "communication", "host", "idle")
+"""idle: pipeline stages that wait, and operators that are started more slowly than they run."""
+_OPERATORS = {"forward": 75, "backward": 130}
+"""Started per layer; a recompute is one forward more."""
+
+
+def step_seconds(shape: Shape, hardware: Hardware) -> dict[str, Counter[str]]:
+    """Seconds of one step by call and kind; calls that a step does not make are left out."""
+    calls = _Calls(shape, hardware)
+    found = {name: getattr(calls, name)() for name in CALLS}
+    return {name: cost for name, cost in found.items() if cost.total()}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch through a stage, `times` over."""
+
+    rows: Rows
+    keys: float
+    """Stored tokens that each of its rows sees, on all context-parallel ranks together."""
+    times: float
+    forwards: int = 1
+    """0 or 1, and one more under activation recompute."""
+    attention_forwards: int = 1
+    backward: bool = False
+    head: bool = False
+    prompt: bool = False
+
+
+class _Calls:
+    def __init__(self, shape: Shape, hardware: Hardware):
+        self.shape, self.hardware = shape, hardware
+        prefix, rollout, algorithm = shape.config.prefix, shape.config.rollout, shape.config.algorithm
+        self.whole = prefix.schedule == "full"
+        self.batches = -(-algorithm.train_batch_size // (shape.dp * prefix.prompts_per_microbatch))
+        minibatches = algorithm.train_batch_size // algorithm.ppo_mini_batch_size
+        self.updates = algorithm.ppo_epochs * minibatches
+        self.update_batches = algorithm.ppo_epochs * self.batches
+        self.prompts = min(prefix.prompts_per_microbatch, -(-algorithm.train_batch_size // shape.dp))
+        self.recomputed = shape.config.parallel.recompute_granularity is not None
+        responses = min(prefix.branches_per_microbatch, rollout.group_size)
+        self.pack = Rows(shape.rows(rollout.max_response_length), self.prompts * responses)
+        self.packs = -(-rollout.group_size // responses)
+        self.chunk = Rows(shape.chunk_rows(), self.prompts)
+
+    # -- calls -----------------------------------------------------------------------------------------------
+
+    def capture(self) -> Counter[str]:
+        shape = self.shape
+        if not shape.prefix_tokens:
+            return Counter()
+        samples = self.batches + (self.update_batches - min(self.update_batches, self._kept()))
+        chunk = _Pass(self.chunk, shape.prefix_tokens / 2, shape.num_chunks, prompt=True)
+        return self._scaled(self._run(chunk), samples if not self.whole else self.batches)
+
+    def rollout(self) -> Counter[str]:
+        """One token of every response at a time: weights and stored K, V are read again for each."""
+        shape, rollout, cost = self.shape, self.shape.config.rollout, Counter()
+        steps = rollout.max_response_length
+        rows = self.prompts * -(-rollout.group_size // shape.cp)
+        kv = self.prompts * (shape.config.rollout.max_prompt_length or 1) / shape.cp * shape.kv_elements * shape.kv_bytes
+        kv += rows * steps / 2 * shape.kv_elements * shape.element_bytes
+        weights = parameters_of_rank(shape, shape.pp - 1).total * shape.element_bytes
+        cost["matmul"] = self.hardware.memory.seconds(weights)
+        cost["attention"] = self.hardware.memory.seconds(kv)
+        one = _Pass(Rows(1, rows, prefix=shape.prefix_tokens > 0), 0, 1)
+        cost["communication"] = self._layer_communication(one) * shape.layers
+        started = shape.layers * _OPERATORS["forward"] * self.hardware.launch_s
+        cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
+        for kind in cost:
+            cost[kind] *= shape.pp  # a token passes all stages before the next one starts
+        return self._scaled(cost, steps * self.batches)
+
+    def score(self) -> Counter[str]:
+        if self.updates == 1:
+            return Counter()
+        return self._scaled(self._branches(backward=False), self.batches + self.update_batches)
+
+    def replay(self) -> Counter[str]:
+        return Counter() if self.whole else self._scaled(self._branches(backward=True), self.update_batches)
+
+    def prefix_backward(self) -> Counter[str]:
+        shape = self.shape
+        if not shape.num_chunks_walked_back:
+            return Counter()
+        keys = shape.prefix_tokens - shape.tokens_walked_back / 2
+        chunk = _Pass(
+            self.chunk, keys, shape.num_chunks_walked_back, forwards=1 + self.recomputed,
+            attention_forwards=int(shape.out_tier == "none"), backward=True, prompt=True,
+        )  # fmt: skip
+        return self._scaled(self._run(chunk), self.update_batches)
+
+    def full(self) -> Counter[str]:
+        if not self.whole:
+            return Counter()
+        rollout = self.shape.config.rollout
+        tokens = (rollout.max_prompt_length or 1) + rollout.max_response_length
+        sequence = _Pass(
+            Rows(self.shape.rows(tokens), 1, prefix=False), tokens / 2, rollout.group_size * self.prompts,
+            forwards=1 + self.recomputed, attention_forwards=1 + self.recomputed, backward=True,
+        )  # fmt: skip
+        return self._scaled(self._run(sequence), self.update_batches)
+
+    def optimizer(self) -> Counter[str]:
+        """Gradients are summed over ranks; Adam reads gradient, moments and master weights and writes all but one."""
+        shape, hardware, cost = self.shape, self.hardware, Counter()
+        trained = adapter_parameters_of_rank(shape) or parameters_of_rank(shape, 0).total
+        ranks = shape.dp * shape.cp
+        cost["communication"] = self._curve(shape.tp * ranks).seconds(2 * trained * FLOAT32 * (ranks - 1) / ranks)
+        own = trained / (ranks if shape.config.parallel.use_distributed_optimizer else 1)
+        touched = own * (7 * FLOAT32 + shape.element_bytes)
+        cost["elementwise"] = 0.0 if shape.optimizer_cpu_offload else hardware.memory.seconds(touched)
+        if shape.optimizer_cpu_offload:
+            copied = hardware.host.seconds(own * (FLOAT32 + shape.element_bytes))
+            cost["host"] = copied + hardware.host_memory.seconds(touched)
+        return self._scaled(cost, self.updates)
+
+    # -- parts -----------------------------------------------------------------------------------------------
+
+    def _kept(self) -> int:
+        from megatron_longstraw.planner.bytes import bytes_of_shape
+
+        return bytes_of_shape(self.shape).captures
+
+    def _branches(self, backward: bool) -> Counter[str]:
+        shape = self.shape
+        keys = shape.prefix_tokens + shape.config.rollout.max_response_length / 2
+        again = self.recomputed and backward
+        pack = _Pass(self.pack, keys, self.packs, forwards=1 + again, backward=backward, head=True)
+        return self._run(pack)
+
+    def _run(self, work: _Pass) -> Counter[str]:
+        """A call of equal micro-batches through the pipeline."""
+        layer, shape = Layer(self.shape, work.rows), self.shape
+        cost = Counter(matmul=self._matmul(work) * shape.layers + self._head(work))
+        cost["attention"] = self._attention(work) * shape.attention_layers
+        cost["elementwise"] = self._elementwise(work, layer) * shape.layers
+        cost["communication"] = self._layer_communication(work) * shape.layers
+        if shape.pp > 1:
+            cost["communication"] += self._curve(shape.world_size).seconds(layer.stream) * (1 + work.backward)
+        cost["host"] = max(0.0, self._host(work) - cost["attention"])
+        operators = work.forwards * _OPERATORS["forward"] + work.backward * _OPERATORS["backward"]
+        started = shape.layers * operators * self.hardware.launch_s
+        cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
+        cost = self._scaled(cost, work.times)
+        vpp = shape.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        cost["idle"] += cost.total() * (shape.pp - 1) / (vpp * max(1, work.times))
+        return cost
+
+    def _matmul(self, work: _Pass) -> float:
+        """Four products per layer and direction; the backward makes two of each."""
+        shape, model = self.shape, self.shape.model
+        flops = 2 * work.rows.total * linear_parameters_of_token(shape) / shape.tp
+        curve = self.hardware.matmul_fp8 if work.prompt and shape.fp8_prefix != "off" else self.hardware.matmul
+        mlp = 3 * model.hidden_size * model.ffn_hidden_size / shape.tp
+        shares = [2 / 3 * mlp, 1 / 3 * mlp] if model.num_experts is None else []
+        rest = flops / 2 / work.rows.total - sum(shares)
+        queries, keys = shape.query_width, shape.key_width
+        shares += [rest * (queries + 2 * keys) / (2 * queries + 2 * keys), rest * queries / (2 * queries + 2 * keys)]
+        once = sum(curve.seconds(2 * work.rows.total * share) for share in shares)
+        backwards = (1 if shape.adapter_rank is not None else 2) * work.backward
+        return once * (work.forwards + backwards)
+
+    def _head(self, work: _Pass) -> float:
+        """Logits of responses: once forward, again in backward, and the gradients of rows and weight."""
+        if not work.head:
+            return 0.0
+        flops = 2 * work.rows.total * self.shape.padded_vocab * self.shape.model.hidden_size
+        return self.hardware.matmul.seconds(flops) * (1 + 3 * work.backward)
+
+    def _attention(self, work: _Pass) -> float:
+        """The rank with the first slice of a chunk has its keys seen by all later rows."""
+        shape, rows = self.shape, work.rows
+        queries = rows.total * shape.cp
+        pairs = queries * work.keys / shape.cp
+        if work.prompt and shape.cp > 1:
+            pairs += queries * rows.length * (shape.cp - 1) / (2 * shape.cp)
+        flops = 4 * shape.query_width * pairs
+        blocks = max(1.0, work.keys / shape.cp / shape.config.prefix.prefix_block_tokens)
+        seconds = blocks * self.hardware.attention.seconds(flops / blocks) * work.attention_forwards
+        if work.backward:
+            backward = ATTENTION_BACKWARD * flops / blocks
+            seconds += blocks * self.hardware.attention_backward.seconds(backward)
+        return seconds
+
+    def _elementwise(self, work: _Pass, layer: Layer) -> float:
+        """What a layer's tensors take to be written once and read twice."""
+        forward, both = Tape(), Tape()
+        layer.forward(forward, grad=False)
+        layer.forward(both, grad=True)
+        layer.backward(both)
+        backward = both.created_bytes - forward.created_bytes
+        blocks = max(0.0, work.keys / self.shape.cp / self.shape.config.prefix.prefix_block_tokens - 1)
+        merged = blocks * layer.query * self.shape.cp * 3
+        created = work.forwards * forward.created_bytes + work.backward * (backward + merged)
+        created += work.attention_forwards * merged
+        return self.hardware.memory.seconds(3 * created)
+
+    def _layer_communication(self, work: _Pass) -> float:
+        shape, layer = self.shape, Layer(self.shape, work.rows)
+        passes = work.forwards + work.backward
+        cost = 0.0
+        if shape.cp > 1:
+            per_direction = layer.query * (shape.cp - 1)
+            wide = per_direction * layer.widen
+            sent = work.attention_forwards * (per_direction + wide) + work.backward * (3 * per_direction + wide)
+            cost += self._curve(shape.tp * shape.cp).seconds(sent) * shape.attention_layers / shape.layers
+        if shape.tp > 1:
+            share = (shape.tp - 1) / shape.tp
+            cost += self._curve(shape.tp).seconds((4 * passes + 2 * shape.sp * work.backward) * layer.whole_stream * share)
+        if shape.ep > 1:
+            sent = 2 * shape.model.moe_router_topk * layer.stream * (shape.ep - 1) / shape.ep
+            cost += self._curve(shape.tp * shape.cp * shape.dp).seconds(sent * passes)
+        return cost
+
+    def _host(self, work: _Pass) -> float:
+        """Stored K, V (and their gradients, both ways) pass by for every micro-batch."""
+        shape, copied = self.shape, 0.0
+        tokens = work.keys / shape.cp * self.prompts
+        if shape.kv_tier == "host":
+            here = min(1.0, (shape.device_bytes or 0) / max(1.0, shape.prefix_tokens / shape.cp * shape.kv_elements))
+            per_token = shape.kv_elements * (shape.kv_bytes + 2 * shape.kv_grad_bytes * work.backward)
+            copied += (1 - here) * tokens * per_token
+        if shape.out_tier == "host" and work.prompt:
+            copied += work.rows.total * shape.query_width * shape.element_bytes * shape.attention_layers
+        return self.hardware.host.seconds(copied)
+
+    def _curve(self, ranks: int) -> Curve:
+        """Of a group that spans this many neighbouring ranks."""
+        return self.hardware.link if ranks <= GPUS_PER_NODE else self.hardware.network
+
+    @staticmethod
+    def _scaled(cost: Counter[str], times: float) -> Counter[str]:
+        return Counter({kind: seconds * times for kind, seconds in cost.items()})
