@@ -2,7 +2,6 @@
 
     python -m megatron_longstraw.planner --config RUN.toml [TRAINING FLAGS] --world-size 8 --hardware h20-96
     python -m megatron_longstraw.planner --config RUN.toml --world-size 8 --hardware h20-96 --solve layout
-    python -m megatron_longstraw.planner --table --hardware h20-96
 
 --solve context: the most positions that fit; group: the most responses per prompt; gpus: the fewest GPUs; layout: the
 best split over these ranks, beside all ranks in context parallelism. The CPU's rates come from tools/calibrate.py.
@@ -31,7 +30,6 @@ from megatron_longstraw.planner.solve import (
     largest_group,
     longest_context,
 )
-from megatron_longstraw.planner.table import table
 
 SHOWN = 5
 """Choices and layouts that are listed."""
@@ -68,7 +66,6 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--hardware", choices=NAMES, default="h20-96", help="what the ranks run on (default: h20-96)")
     group.add_argument("--rates", metavar="FILE", help="with --hardware cpu: what tools/calibrate.py measured")
     group.add_argument("--solve", choices=("context", "group", "gpus", "layout"), help="find a limit, or the best layout")
-    group.add_argument("--table", action="store_true", help="longest contexts of known models on 8 of this hardware")
     group.add_argument("--model", choices=tuple(PLANNED_MODELS), help="a model that can be planned but not yet be built")
     group.add_argument("--adapter-rank", type=_positive, metavar="N", help="train low-rank adapters only")
     group.add_argument("--adapter-scope", choices=("all", "responses"), default="all", help="where they act (default: all)")
@@ -168,9 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    if args.table:
-        print(table(hardware))
-    elif args.json:
+    if args.json:
         print(json.dumps(answer(shape, hardware, args.solve)))
     else:
         print(text(shape, hardware, args.solve))

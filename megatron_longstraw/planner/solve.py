@@ -88,7 +88,7 @@ def _flag(name: str) -> str:
 
 def gains(shape: Shape, hardware: Hardware) -> list[tuple[str, int]]:
     """(choice, tokens of longest context it adds), the most first; choices that are not valid or add none left out."""
-    shape = _unbounded(shape)
+    shape = unbounded(shape)
     now = longest_context(shape, hardware)
     found = []
     for name, changed in choices(shape):
@@ -97,7 +97,7 @@ def gains(shape: Shape, hardware: Hardware) -> list[tuple[str, int]]:
     return sorted((gain for gain in found if gain[1] > 0), key=lambda gain: -gain[1])
 
 
-def _unbounded(shape: Shape) -> Shape:
+def unbounded(shape: Shape) -> Shape:
     """Positions beyond the model's are a question of its rotary embedding, not of memory."""
     return shape.changed(max_position_embeddings=MOST_TOKENS + 2**20)
 
@@ -121,14 +121,14 @@ class Candidate:
 
 def best_layouts(shape: Shape, hardware: Hardware) -> list[Candidate]:
     """Valid layouts with the tiers and dtypes that suit each best, best first: those that fit by their seconds."""
-    shape = _unbounded(shape)
+    shape = unbounded(shape)
     found = [_best_storage(candidate, hardware) for candidate in layouts(shape)]
     return sorted(found, key=lambda candidate: candidate.rank)
 
 
 def all_context_parallel(shape: Shape, hardware: Hardware) -> Candidate:
     """All ranks share the tokens, none the weights."""
-    return _best_storage(_layout(_unbounded(shape), 1, 1, shape.world_size, 1), hardware)
+    return _best_storage(_layout(unbounded(shape), 1, 1, shape.world_size, 1), hardware)
 
 
 def layouts(shape: Shape) -> Iterator[Shape]:

@@ -1,0 +1,164 @@
+"""Measure how fast this machine multiplies, attends, copies and sends: the planner's rates of the CPU.
+
+    python tools/calibrate.py cpu.json [--bf16]
+    python -m megatron_longstraw.planner --config my_run.toml --hardware cpu --rates cpu.json
+
+Takes under a minute. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS),
+in one process; `link` is an all-gather between two. Give the precision that is planned for.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Callable
+
+import torch
+import torch.distributed as dist
+
+from megatron_longstraw.attention.kernels import attend, attend_backward
+from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD
+
+BUDGET_S = 0.5
+"""Of repeats of one point, which runs three times at least."""
+MATMULS = ((16, 64, 128), (64, 128, 256), (256, 128, 512), (256, 256, 1024), (1024, 256, 1024), (1024, 512, 2048))
+"""(rows, inner width, width)."""
+ATTENTIONS = ((16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096), (1024, 4096))
+"""(queries, keys) of 4 heads that share 2 key-value heads of 64 channels."""
+HEADS, GROUPS, CHANNELS = 4, 2, 64
+ELEMENTS = (2**10, 2**13, 2**16, 2**19, 2**22)
+MESSAGES = (2**10, 2**14, 2**18, 2**22)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """Least of some runs."""
+    found, begin = [], time.perf_counter()
+    while len(found) < 3 or time.perf_counter() - begin < BUDGET_S:
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return min(found)
+
+
+def matmul_points(dtype: torch.dtype) -> list[tuple[float, float]]:
+    points = []
+    for rows, inner, width in MATMULS:
+        left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(width, inner, dtype=dtype)
+        points.append((2.0 * rows * inner * width, seconds(lambda: left @ right.t())))
+    return points
+
+
+def attention_points(dtype: torch.dtype) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    forward, backward = [], []
+    scale = CHANNELS**-0.5
+    for queries, keys in ATTENTIONS:
+        q = torch.randn(queries, 1, HEADS, CHANNELS, dtype=dtype).permute(1, 2, 0, 3)
+        k, v = (torch.randn(1, GROUPS, keys, CHANNELS, dtype=dtype) for _ in range(2))
+        out, lse = attend(q, k, v, causal=False, scale=scale)
+        flops = 4.0 * HEADS * CHANNELS * queries * keys
+        forward.append((flops, seconds(lambda: attend(q, k, v, causal=False, scale=scale))))
+        run = lambda: attend_backward(out, q, k, v, out, lse, causal=False, scale=scale)  # noqa: E731
+        backward.append((ATTENTION_BACKWARD * flops, seconds(run)))
+    return forward, backward
+
+
+def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
+    """What surrounds matrix products: five new tensors of n elements, each written once and read twice."""
+    points = []
+    for elements in ELEMENTS:
+        a, b = torch.randn(elements, dtype=dtype), torch.randn(elements, dtype=dtype)
+        taken = seconds(lambda: (torch.nn.functional.silu(a), a * b, a + b, torch.cat((a, b))))
+        points.append((3.0 * 5 * elements * a.element_size(), taken))
+    return points
+
+
+def launch_s() -> float:
+    """Of an operator with next to no work, under autograd."""
+    a, b = torch.randn(8, requires_grad=True), torch.randn(8)
+    return seconds(lambda: [a * b for _ in range(100)]) / 100
+
+
+def _peer(rank: int, folder: str, results) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    points = []
+    for num_bytes in MESSAGES:
+        own, both = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 2)
+        taken = []
+        for _ in range(20):  # a fixed number, so that both do equally many
+            start = time.perf_counter()
+            dist.all_gather_into_tensor(both, own)
+            taken.append(time.perf_counter() - start)
+        points.append((float(num_bytes), min(taken)))
+    if rank == 0:
+        results.put(points)
+    dist.destroy_process_group()
+
+
+def link_points() -> list[tuple[float, float]]:
+    """Bytes sent to one peer."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        results = context.Queue()
+        peers = [context.Process(target=_peer, args=(rank, folder, results)) for rank in range(2)]
+        for peer in peers:
+            peer.start()
+        points = results.get(timeout=60)
+        for peer in peers:
+            peer.join()
+    return points
+
+
+def growing(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """By amount, without points that took less time than a smaller amount."""
+    kept: list[tuple[float, float]] = []
+    for amount, taken in sorted(points):
+        if not kept or (amount > kept[-1][0] and taken > kept[-1][1]):
+            kept.append((amount, taken))
+    return kept
+
+
+def calibrate(dtype: torch.dtype) -> dict:
+    forward, backward = attention_points(dtype)
+    curves = {
+        "matmul": matmul_points(dtype),
+        "attention": forward,
+        "attention_backward": backward,
+        "memory": memory_points(dtype),
+        "link": link_points(),
+    }
+    return {
+        **{name: growing(points) for name, points in curves.items()},
+        "launch_s": launch_s(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="the rates, as JSON")
+    parser.add_argument("--bf16", action="store_true", help="of bfloat16 instead of float32")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    rates = calibrate(torch.bfloat16 if args.bf16 else torch.float32)
+    args.file.write_text(json.dumps(rates, indent=1) + "\n")
+    for name in ("matmul", "attention", "attention_backward"):
+        amount, taken = rates[name][-1]
+        print(f"{name:<20}{amount / taken / 1e9:8.1f} GFLOP/s")
+    for name in ("memory", "link"):
+        amount, taken = rates[name][-1]
+        print(f"{name:<20}{amount / taken / 1e9:8.1f} GB/s")
+    print(f"{args.file}: {rates['threads']} threads, {rates['dtype']}, {time.perf_counter() - start:.0f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
