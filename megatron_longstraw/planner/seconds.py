@@ -4,10 +4,11 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from megatron_longstraw.planner.layer import Layer, Rows
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, GPUS_PER_NODE, Curve, Hardware
 from megatron_longstraw.planner.parameters import adapter_parameters_of_rank, linear_parameters_of_token, parameters_of_rank
 from megatron_longstraw.planner.shape import FLOAT32, Shape
-from megatron_longstraw.planner.tape import Layer, Rows, Tape
+from megatron_longstraw.planner.tape import Tape
 
 CALLS = ("capture", "rollout", "score", "replay", "prefix_backward", "full", "optimizer")
 KINDS = ("matmul", "attention", "elementwise", "communication", "host", "idle")

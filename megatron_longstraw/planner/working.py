@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from megatron_longstraw.planner.layer import Layer, Rows
 from megatron_longstraw.planner.shape import FLOAT32, Shape
-from megatron_longstraw.planner.tape import ACTIVATIONS, COMMUNICATION, LOGITS, WEIGHT_GRADIENTS, Layer, Rows, Tape
+from megatron_longstraw.planner.tape import ACTIVATIONS, COMMUNICATION, LOGITS, WEIGHT_GRADIENTS, Tape
 
 PREFIX_GRADIENTS, SAMPLING = "dK, dV", "sampling"
 
@@ -23,25 +24,27 @@ class Moment:
 
 
 def moments(shape: Shape, stage: int, prefix_grad: int, sampling_kv: int) -> list[Moment]:
-    """Of one optimizer step on a rank of this stage."""
+    """Of one optimizer step on a rank of this stage. The numbers are `RankBytes`'."""
     prefix, rollout = shape.config.prefix, shape.config.rollout
-    responses = min(prefix.branches_per_microbatch, rollout.group_size)
     if prefix.schedule == "full":
-        length = shape.rows((rollout.max_prompt_length or 1) + rollout.max_response_length)
-        work = _MicroBatch(shape, stage, Rows(length, 1, prefix=False), head_rows=rollout.max_response_length)
-        return [Moment("sampling", Counter({SAMPLING: sampling_kv})), *work.under_autograd("full", 0, 0)]
-    prompts = shape.prompts_per_capture
+        length = shape.rows((rollout.max_prompt_length or 1) + rollout.max_response_length - 1)
+        work = _MicroBatch(shape, stage, Rows(length, 1, prefix=False), head_rows=min(length, rollout.max_response_length))
+        return work.under_autograd("full", 0, 0)
+    prompts, responses = shape.prompts_per_capture, min(prefix.branches_per_microbatch, rollout.group_size)
     chunk = Rows(shape.chunk_rows(), prompts, prefix=shape.num_chunks > 1)
-    found = [Moment("sampling", Counter({SAMPLING: sampling_kv}) + _MicroBatch(shape, stage, chunk).without_autograd())]
     pack = Rows(shape.rows(rollout.max_response_length), prompts * responses, prefix=shape.num_chunks > 0)
     packs = -(-rollout.group_size // responses)
-    head_rows = pack.total * shape.cp if False else pack.total
-    replay = _MicroBatch(shape, stage, pack, head_rows=head_rows, num_microbatches=packs)
-    # dK, dV of a layer appear with its first backward.
-    found += replay.under_autograd("replay", prefix_grad / shape.layers if packs == 1 else prefix_grad, prefix_grad)
+    capture, replay = _MicroBatch(shape, stage, chunk), _MicroBatch(shape, stage, pack, pack.total, packs)
+    decoding = _MicroBatch(shape, stage, Rows(1, prompts * -(-rollout.group_size // shape.cp), prefix=pack.prefix))
+    found = [
+        Moment("capture", capture.without_autograd()),
+        Moment("sampling", decoding.without_autograd() + Counter({SAMPLING: sampling_kv})),
+        # dK, dV of a layer appear with its first backward.
+        *replay.under_autograd("replay", prefix_grad / shape.layers if packs == 1 else prefix_grad, prefix_grad),
+    ]
     if shape.num_chunks_walked_back:
-        known = Rows(chunk.length, prompts, known_attention=shape.out_tier != "none", prefix=chunk.prefix)
-        walk = _MicroBatch(shape, stage, known, num_microbatches=shape.num_chunks_walked_back)
+        chunk = replace(chunk, known_attention=shape.out_tier != "none")
+        walk = _MicroBatch(shape, stage, chunk, num_microbatches=shape.num_chunks_walked_back)
         found += walk.under_autograd("prefix_backward", prefix_grad, prefix_grad)
     return found
 
@@ -55,88 +58,100 @@ class _MicroBatch:
         self.last = stage == shape.pp - 1
         self.head_rows = head_rows if self.last else 0
         self.others_in_flight = self._in_flight(num_microbatches) - 1
+        self.recomputes = shape.config.parallel.recompute_granularity is not None
+        self.keeps_attention = self.recomputes and shape.config.prefix.schedule != "full"
+        """Of the forward that is recomputed, so that attention is not."""
 
     def without_autograd(self) -> Counter[str]:
         tape = Tape()
-        tape.new("input", 2 * self.layer.stream)  # the stage's, and the layer's
+        tape.new("inputs", 2 * self.layer.stream)  # the stage's and the layer's
         self.layer.forward(tape, grad=False)
         return tape.at_peak + self._buffers()
 
     def under_autograd(self, name: str, first_gradients: float, gradients: float) -> list[Moment]:
-        """The heads of the two lists that peaks come from: at the top of the stack everything below is kept, at its
-        bottom all dK, dV have appeared."""
-        tape = Tape()
-        self.layer.forward(tape, grad=True)
-        of_layer, forward_peak = tape.alive_bytes, tape.at_peak
-        self.layer.backward(tape)
-        backward_peak = tape.at_peak
-        layers, unit, kept_input = self.shape.layers, 1, of_layer
-        parallel = self.shape.config.parallel
-        if parallel.recompute_granularity is not None:
-            unit = min(parallel.recompute_num_layers, layers)
-            kept_input = self.layer.stream / unit
-            if not self.rows.known_attention and self.shape.config.prefix.schedule != "full":
-                kept_input += self.layer.query + self.layer.lse
-        kept = layers * kept_input
-        base = Counter({ACTIVATIONS: self.layer.stream + self.others_in_flight * (kept + self._top().alive_bytes)})
-        base += self._buffers()
-        held_head = self._tied_head_gradient()
-        below = Counter({ACTIVATIONS: max(0.0, (layers - unit) * kept_input) + (unit - 1) * of_layer})
-        if unit == 1 and parallel.recompute_granularity is not None:
-            below = Counter({ACTIVATIONS: layers * kept_input})
-        top = Counter({ACTIVATIONS: self._top().alive_bytes + self.layer.stream})
+        """Where peaks are: in the head and in the top layer's backward all layers are kept, at the bottom of the stack
+        all dK, dV have appeared. `first_gradients`: of dK, dV, once the top layer's backward has run."""
+        of_layer, top_layer = self._layer_under_autograd()
+        kept, below_top = self._kept(of_layer)
+        others = self.others_in_flight * (kept + self._top().alive_bytes)
+        base = Counter({ACTIVATIONS: self.layer.stream + others}) + self._buffers()
+        all_kept = base + Counter({ACTIVATIONS: kept + self.layer.stream * self.recomputes})
+        base += self._tied_head_gradient()
         found = [
-            base + below + backward_peak + held_head + Counter({PREFIX_GRADIENTS: first_gradients}),
-            base + backward_peak + held_head + Counter({PREFIX_GRADIENTS: gradients}),
-            base + self._embedding_backward() + held_head + Counter({PREFIX_GRADIENTS: gradients}),
+            base + top_layer + Counter({ACTIVATIONS: below_top, PREFIX_GRADIENTS: first_gradients}),
+            base + top_layer + Counter({PREFIX_GRADIENTS: gradients}),
+            base + self._embedding_backward() + Counter({PREFIX_GRADIENTS: gradients}),
+            all_kept + self._top().at_peak + self._head(),
         ]
-        if self.head_rows:
-            of_head = self._head()
-            kept_all = Counter({ACTIVATIONS: kept})
-            found.append(base + kept_all + top + of_head + Counter({PREFIX_GRADIENTS: 0.0}))
-        del forward_peak
+        if self.recomputes:
+            found.append(all_kept + self.without_autograd())
         return [Moment(name, kinds) for kinds in found]
+
+    def _layer_under_autograd(self) -> tuple[float, Counter[str]]:
+        """(bytes that a layer keeps for its backward, what is alive when it has most)."""
+        layer, tape = self.layer, Tape()
+        if self.keeps_attention:
+            layer = Layer(self.shape, replace(self.rows, known_attention=True))
+        layer.forward(tape, grad=True)
+        of_layer = tape.alive_bytes
+        layer.backward(tape)
+        return of_layer, tape.at_peak
+
+    def _kept(self, of_layer: float) -> tuple[float, float]:
+        """(what all layers of the stage keep until their backward, what is left of it below the top layer when that
+        runs backward)."""
+        layers, parallel = self.shape.layers, self.shape.config.parallel
+        if not self.recomputes:
+            return layers * of_layer, (layers - 1) * of_layer
+        attention = 0.0
+        if self.keeps_attention and not self.rows.known_attention:
+            attention = layers * (self.layer.query + self.layer.lse)
+        unit = min(parallel.recompute_num_layers, layers)
+        if parallel.recompute_method == "block":
+            kept = attention + unit * self.layer.stream + (layers - unit) * of_layer
+            return kept, kept - (of_layer if unit < layers else 0)
+        kept = attention + -(-layers // unit) * self.layer.stream
+        return kept, kept + (unit - 1) * of_layer
 
     def _in_flight(self, num_microbatches: int) -> int:
         """Micro-batches whose forward has run before the first one's backward, of this stage's layers."""
-        shape = self.shape
+        shape, depth = self.shape, self.shape.pp - self.stage
         vpp = shape.config.parallel.num_virtual_stages_per_pipeline_rank
-        depth = shape.pp - self.stage
         if vpp is not None and shape.pp > 1:
-            depth = -(-((shape.pp - self.stage - 1) * 2 + (vpp - 1) * shape.pp + 1) // vpp)
+            depth = -(-(2 * (depth - 1) + (vpp - 1) * shape.pp + 1) // vpp)
         return max(1, min(depth, num_microbatches))
 
     def _top(self) -> Tape:
         """What the final norm keeps."""
         tape = Tape()
         if self.last:
-            self.layer._norm(tape, "final", self.layer.stream, True)
+            self.layer.norm(tape, "final", self.layer.stream, grad=True)
         return tape
 
     def _buffers(self) -> Counter[str]:
-        """Megatron's own for the rows that sequence parallelism gathers; they are never freed."""
+        """Megatron's own for the rows that sequence parallelism gathers; it is never freed."""
         return Counter({COMMUNICATION: self.layer.whole_stream}) if self.shape.sp else Counter()
 
     def _head(self) -> Counter[str]:
-        """Log-probs of a chunk of rows and their gradient: float32 logits twice, or once with the weight's gradient."""
+        """Log-probs of a chunk of rows, or their gradient: float32 logits up to three times, or twice beside the
+        weight's gradient, or once as the gradient's next part appears."""
+        if not self.head_rows:
+            return Counter()
         shape, rows = self.shape, min(self.shape.config.prefix.log_probs_chunk_size, self.head_rows)
         logits = rows * shape.padded_vocab * FLOAT32
-        weight = shape.padded_vocab * shape.model.hidden_size
-        if shape.adapter_rank is not None:
-            return Counter({LOGITS: 3 * logits})
-        while_summing = Counter({LOGITS: logits * shape.element_bytes / FLOAT32})
-        while_summing[WEIGHT_GRADIENTS] = weight * (FLOAT32 + shape.element_bytes)
-        of_logits = Counter({LOGITS: 2 * logits, WEIGHT_GRADIENTS: weight * FLOAT32})
-        in_forward = Counter({LOGITS: 3 * logits})
-        return max(while_summing, of_logits, in_forward, key=lambda kinds: sum(kinds.values()))
+        weight = shape.padded_vocab * shape.model.hidden_size * (shape.adapter_rank is None)
+        own = self.layer.whole_stream * (1 + shape.sp)
+        stages = (
+            Counter({LOGITS: 3 * logits}),
+            Counter({LOGITS: 2 * logits, WEIGHT_GRADIENTS: weight * FLOAT32}),
+            Counter({LOGITS: logits * shape.element_bytes / FLOAT32, WEIGHT_GRADIENTS: weight * (FLOAT32 + shape.element_bytes)}),
+        )
+        return max(stages, key=Counter.total) + Counter({ACTIVATIONS: own})
 
     def _tied_head_gradient(self) -> Counter[str]:
         """It waits for the embedding's, with which it is summed."""
-        shape = self.shape
-        tied = not shape.model.untie_embeddings_and_output_weights and shape.pp == 1
-        if not (tied and self.head_rows) or shape.adapter_rank is not None:
-            return Counter()
-        return Counter({WEIGHT_GRADIENTS: shape.padded_vocab * shape.model.hidden_size * shape.element_bytes})
+        tied = not self.shape.model.untie_embeddings_and_output_weights and self.shape.pp == 1
+        return self._embedding_backward() if tied and self.head_rows else Counter()
 
     def _embedding_backward(self) -> Counter[str]:
         shape = self.shape
