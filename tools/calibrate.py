@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from megatron_longstraw.attention.kernels import attend, attend_backward
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD
+from megatron_longstraw.planner.seconds import TOUCHED
 
 BUDGET_S = 0.5
 """Of repeats of one point, which runs three times at least."""
@@ -68,12 +69,12 @@ def attention_points(dtype: torch.dtype) -> tuple[list[tuple[float, float]], lis
 
 
 def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
-    """What surrounds matrix products: five new tensors of n elements, each written once and read twice."""
+    """Of one tensor among what surrounds matrix products: five of n elements are made."""
     points = []
     for elements in ELEMENTS:
         a, b = torch.randn(elements, dtype=dtype), torch.randn(elements, dtype=dtype)
         taken = seconds(lambda: (torch.nn.functional.silu(a), a * b, a + b, torch.cat((a, b))))
-        points.append((3.0 * 5 * elements * a.element_size(), taken))
+        points.append((float(TOUCHED * elements * a.element_size()), taken / 5))
     return points
 
 

@@ -5,7 +5,7 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which the cases take turns; steps have no rollout of their own: responses are given.
+over --repeats steps, in which the cases take turns.
 """
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from allocation_tracker import peak_bytes_of
 from megatron_longstraw.config import load_config
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.calls import capture, full_sequences, prefix_backward, replay
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.packing import PromptBatch
 from megatron_longstraw.mcore.policy import Policy
 from megatron_longstraw.planner.bytes import RankBytes, bytes_of_rank
 from megatron_longstraw.planner.hardware import hardware_of
 from megatron_longstraw.planner.seconds import step_seconds
 from megatron_longstraw.planner.shape import shape_of
+from megatron_longstraw.rollout.generate import generate
 from megatron_longstraw.types import Branch, PromptGroup
 
 BASE = dict(
@@ -99,6 +101,7 @@ class Case:
     """A policy and given responses with random weights."""
 
     policy: Policy
+    optimizer: PolicyOptimizer
     batch: PromptBatch
     weights: dict
 
@@ -113,7 +116,7 @@ class Case:
         batch = PromptBatch([PromptGroup(p, [Branch(ids) for ids in own]) for p, own in zip(prompts, responses)])
         weights = rng.standard_normal(shape).astype(np.float32)
         places = ((prompt, index) for prompt in range(shape[0]) for index in range(shape[1]))
-        return cls(policy, batch, {place: weights[place] for place in places})
+        return cls(policy, PolicyOptimizer(policy), batch, {place: weights[place] for place in places})
 
     def step(self) -> None:
         """All calls of an update."""
@@ -133,8 +136,18 @@ class Case:
         return peak_bytes_of(self.step), planned.held + planned.fullest.num_bytes, planned
 
     def seconds(self) -> dict[str, float]:
-        self.policy.meter.reset()
-        self.step()
+        """Of each call of a step that samples its responses and moves the weights."""
+        policy, batch = self.policy, self.batch
+        policy.meter.reset()
+        policy.zero_grad()
+        store = capture(policy, batch)
+        generate(policy, store, batch, step=0)
+        replay(policy, store, batch, self.weights)
+        prefix_backward(policy, store, batch)
+        store.release()
+        with policy.meter.measure("optimizer"):
+            policy.finalize_gradients()
+            self.optimizer.step()
         return {name: cost.seconds for name, cost in self.policy.meter.costs.items()}
 
 

@@ -147,8 +147,8 @@ def _seconds(shape: Shape, hardware: Hardware) -> Iterator[tuple[str, str]]:
     yield "", "".join([f"{'':<18}", *(f"{kind:>14}" for kind in KINDS), f"{'all':>12}"])
     costs = step_seconds(shape, hardware)
     for call, cost in costs.items():
-        yield "", "".join([f"{call:<18}", *(f"{cost[kind]:>14,.1f}" for kind in KINDS), f"{cost.total():>12,.1f}"])
-    yield "", f"{'step':<18}{sum(cost.total() for cost in costs.values()):>{14 * len(KINDS) + 12},.1f}"
+        yield "", "".join([f"{call:<18}", *(f"{cost[kind]:>14,.2f}" for kind in KINDS), f"{cost.total():>12,.2f}"])
+    yield "", f"{'step':<18}{sum(cost.total() for cost in costs.values()):>{14 * len(KINDS) + 12},.2f}"
 
 
 def _fit(shape: Shape, hardware: Hardware, found: dict) -> Iterator[tuple[str, str]]:

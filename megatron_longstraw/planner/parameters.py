@@ -58,11 +58,20 @@ def adapter_parameters_of_rank(shape: Shape) -> int:
     return shape.layers * shape.adapter_rank * sum(whole + split // shape.tp for whole, split in linears)
 
 
-def linear_parameters_of_token(shape: Shape) -> float:
-    """Weights of one layer that a token is multiplied with, on all ranks together (a mean over kinds of layers)."""
+def products_of_layer(shape: Shape, rows: int) -> list[tuple[float, float]]:
+    """(weights that each row is multiplied with, weights that are read for `rows` rows) of a rank's matrix products of
+    one layer, a mean over kinds of layers. Rows are spread evenly over experts."""
     model, hidden = shape.model, shape.model.hidden_size
-    mlp = 3 * hidden * sum(_mlp_widths(shape)) + (model.num_experts or 0) * hidden
-    return mlp + _mixers(model, shape.linear, model.num_layers) / model.num_layers
+    mixers = _mixers(model, shape.linear, model.num_layers, shape.tp) / model.num_layers
+    out = hidden * shape.query_width
+    products = [(mixers - out, mixers - out), (out, out)]
+    if model.num_experts is None:
+        mlp = hidden * (model.ffn_hidden_size // shape.tp)
+        return [*products, (2 * mlp, 2 * mlp), (mlp, mlp)]
+    passed = 3 * hidden * sum(_mlp_widths(shape)) / shape.tp
+    expert = 3 * hidden * model.moe_ffn_hidden_size
+    read = min(model.num_experts / shape.ep, rows * model.moe_router_topk) * expert / (1 if shape.ep > 1 else shape.tp)
+    return [*products, (hidden * model.num_experts, hidden * model.num_experts), (passed, read)]
 
 
 def _mlp_widths(shape: Shape) -> list[int]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_longstraw.planner.layer import Layer, Rows
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, GPUS_PER_NODE, Curve, Hardware
-from megatron_longstraw.planner.parameters import adapter_parameters_of_rank, linear_parameters_of_token, parameters_of_rank
+from megatron_longstraw.planner.layer import Layer, Rows
+from megatron_longstraw.planner.parameters import adapter_parameters_of_rank, parameters_of_rank, products_of_layer
 from megatron_longstraw.planner.shape import FLOAT32, Shape
 from megatron_longstraw.planner.tape import Tape
 
 CALLS = ("capture", "rollout", "score", "replay", "prefix_backward", "full", "optimizer")
 KINDS = ("matmul", "attention", "elementwise", "communication", "host", "idle")
 """idle: pipeline stages that wait, and operators that are started more slowly than they run."""
+TOUCHED = 3
+"""Times that a tensor's bytes pass by: written once, read twice."""
 _OPERATORS = {"forward": 75, "backward": 130}
 """Started per layer; a recompute is one forward more."""
 
@@ -67,22 +69,12 @@ class _Calls:
         return self._scaled(self._run(chunk), samples if not self.whole else self.batches)
 
     def rollout(self) -> Counter[str]:
-        """One token of every response at a time: weights and stored K, V are read again for each."""
-        shape, rollout, cost = self.shape, self.shape.config.rollout, Counter()
-        steps = rollout.max_response_length
+        """One token of every response at a time; it passes all stages before the next one starts."""
+        shape, rollout = self.shape, self.shape.config.rollout
         rows = self.prompts * -(-rollout.group_size // shape.cp)
-        kv = self.prompts * (shape.config.rollout.max_prompt_length or 1) / shape.cp * shape.kv_elements * shape.kv_bytes
-        kv += rows * steps / 2 * shape.kv_elements * shape.element_bytes
-        weights = parameters_of_rank(shape, shape.pp - 1).total * shape.element_bytes
-        cost["matmul"] = self.hardware.memory.seconds(weights)
-        cost["attention"] = self.hardware.memory.seconds(kv)
-        one = _Pass(Rows(1, rows, prefix=shape.prefix_tokens > 0), 0, 1)
-        cost["communication"] = self._layer_communication(one) * shape.layers
-        started = shape.layers * _OPERATORS["forward"] * self.hardware.launch_s
-        cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
-        for kind in cost:
-            cost[kind] *= shape.pp  # a token passes all stages before the next one starts
-        return self._scaled(cost, steps * self.batches)
+        keys = (rollout.max_prompt_length or 1) + rollout.max_response_length / 2
+        token = _Pass(Rows(1, rows), keys, 1, head=True)
+        return self._scaled(self._one(token), rollout.max_response_length * self.batches * shape.pp)
 
     def score(self) -> Counter[str]:
         if self.updates == 1:
@@ -144,6 +136,13 @@ class _Calls:
 
     def _run(self, work: _Pass) -> Counter[str]:
         """A call of equal micro-batches through the pipeline."""
+        cost = self._scaled(self._one(work), work.times)
+        vpp = self.shape.config.parallel.num_virtual_stages_per_pipeline_rank or 1
+        cost["idle"] += cost.total() * (self.shape.pp - 1) / (vpp * max(1, work.times))
+        return cost
+
+    def _one(self, work: _Pass) -> Counter[str]:
+        """One micro-batch on one stage."""
         layer, shape = Layer(self.shape, work.rows), self.shape
         cost = Counter(matmul=self._matmul(work) * shape.layers + self._head(work))
         cost["attention"] = self._attention(work) * shape.attention_layers
@@ -155,31 +154,24 @@ class _Calls:
         operators = work.forwards * _OPERATORS["forward"] + work.backward * _OPERATORS["backward"]
         started = shape.layers * operators * self.hardware.launch_s
         cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
-        cost = self._scaled(cost, work.times)
-        vpp = shape.config.parallel.num_virtual_stages_per_pipeline_rank or 1
-        cost["idle"] += cost.total() * (shape.pp - 1) / (vpp * max(1, work.times))
         return cost
 
     def _matmul(self, work: _Pass) -> float:
-        """Four products per layer and direction; the backward makes two of each."""
-        shape, model = self.shape, self.shape.model
-        flops = 2 * work.rows.total * linear_parameters_of_token(shape) / shape.tp
-        curve = self.hardware.matmul_fp8 if work.prompt and shape.fp8_prefix != "off" else self.hardware.matmul
-        mlp = 3 * model.hidden_size * model.ffn_hidden_size / shape.tp
-        shares = [2 / 3 * mlp, 1 / 3 * mlp] if model.num_experts is None else []
-        rest = flops / 2 / work.rows.total - sum(shares)
-        queries, keys = shape.query_width, shape.key_width
-        shares += [rest * (queries + 2 * keys) / (2 * queries + 2 * keys), rest * queries / (2 * queries + 2 * keys)]
-        once = sum(curve.seconds(2 * work.rows.total * share) for share in shares)
-        backwards = (1 if shape.adapter_rank is not None else 2) * work.backward
-        return once * (work.forwards + backwards)
+        """Products of one layer; a backward makes two of each, or one where the weight is not trained."""
+        shape = self.shape
+        fp8 = work.prompt and shape.fp8_prefix != "off"
+        once = sum(self._product(work.rows.total, used, held, fp8) for used, held in products_of_layer(shape, work.rows.total))
+        return once * (work.forwards + work.backward * (1 if shape.adapter_rank is not None else 2))
+
+    def _product(self, rows: int, used: float, held: float, fp8: bool = False) -> float:
+        """Of rows with weights: `used` of them by each row, `held` read. Few rows wait for the weights."""
+        curve = self.hardware.matmul_fp8 if fp8 else self.hardware.matmul
+        return max(curve.seconds(2 * rows * used), self.hardware.memory.seconds(held * self.shape.element_bytes))
 
     def _head(self, work: _Pass) -> float:
         """Logits of responses: once forward, again in backward, and the gradients of rows and weight."""
-        if not work.head:
-            return 0.0
-        flops = 2 * work.rows.total * self.shape.padded_vocab * self.shape.model.hidden_size
-        return self.hardware.matmul.seconds(flops) * (1 + 3 * work.backward)
+        weights = self.shape.padded_vocab * self.shape.model.hidden_size
+        return work.head * self._product(work.rows.total, weights, weights) * (1 + 3 * work.backward)
 
     def _attention(self, work: _Pass) -> float:
         """The rank with the first slice of a chunk has its keys seen by all later rows."""
@@ -189,25 +181,33 @@ class _Calls:
         if work.prompt and shape.cp > 1:
             pairs += queries * rows.length * (shape.cp - 1) / (2 * shape.cp)
         flops = 4 * shape.query_width * pairs
-        blocks = max(1.0, work.keys / shape.cp / shape.config.prefix.prefix_block_tokens)
-        seconds = blocks * self.hardware.attention.seconds(flops / blocks) * work.attention_forwards
+        blocks = self._blocks(work)
+        kv = self.prompts * work.keys / shape.cp * 2 * shape.key_width * shape.kv_bytes
+        forward = blocks * self.hardware.attention.seconds(flops / blocks)
+        seconds = max(forward, self.hardware.memory.seconds(kv)) * work.attention_forwards
         if work.backward:
             backward = ATTENTION_BACKWARD * flops / blocks
             seconds += blocks * self.hardware.attention_backward.seconds(backward)
         return seconds
 
     def _elementwise(self, work: _Pass, layer: Layer) -> float:
-        """What a layer's tensors take to be written once and read twice."""
+        """What a layer's tensors take to be written once and read twice, and per block of stored tokens the sums."""
         forward, both = Tape(), Tape()
         layer.forward(forward, grad=False)
         layer.forward(both, grad=True)
+        before = len(both.created)
         layer.backward(both)
-        backward = both.created_bytes - forward.created_bytes
-        blocks = max(0.0, work.keys / self.shape.cp / self.shape.config.prefix.prefix_block_tokens - 1)
-        merged = blocks * layer.query * self.shape.cp * 3
-        created = work.forwards * forward.created_bytes + work.backward * (backward + merged)
-        created += work.attention_forwards * merged
-        return self.hardware.memory.seconds(3 * created)
+        merged = layer.query * layer.widen * self.shape.cp
+        blocks = max(0.0, self._blocks(work) - 1)
+        once = self._touched(forward.created) + blocks * self._touched([merged]) * work.attention_forwards / work.forwards
+        backward = self._touched(both.created[before:]) + blocks * self._touched([merged])
+        return work.forwards * once + work.backward * backward
+
+    def _touched(self, created: list[float]) -> float:
+        return sum(self.hardware.memory.seconds(TOUCHED * num_bytes) for num_bytes in created)
+
+    def _blocks(self, work: _Pass) -> float:
+        return max(1.0, work.keys / self.shape.cp / self.shape.config.prefix.prefix_block_tokens)
 
     def _layer_communication(self, work: _Pass) -> float:
         shape, layer = self.shape, Layer(self.shape, work.rows)

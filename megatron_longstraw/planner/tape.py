@@ -12,12 +12,13 @@ class Tape:
     def __init__(self):
         self._alive: dict[str, tuple[float, str]] = {}
         self.peak_bytes = 0.0
-        self.created_bytes = 0.0
+        self.created: list[float] = []
+        """Bytes of every tensor that there was."""
         self.at_peak: Counter[str] = Counter()
 
     def new(self, name: str, num_bytes: float, kind: str = ACTIVATIONS) -> None:
         self._alive[name] = (num_bytes, kind)
-        self.created_bytes += num_bytes
+        self.created.append(num_bytes)
         if self.alive_bytes > self.peak_bytes:
             self.peak_bytes, self.at_peak = self.alive_bytes, Counter()
             for size, of_kind in self._alive.values():
