@@ -172,8 +172,9 @@ def check_seconds(cases: dict[str, dict], rates: str, repeats: int) -> list[dict
         measured = {call: min(step[call] for step in steps[name][1:]) for call in steps[name][0]}
         found = step_seconds(shape_of(case.policy.config, dist.get_world_size()), hardware)
         planned = {call: found[call].total() for call in measured}
-        pairs = {call: (planned[call], measured[call]) for call in measured} | {"all": (sum(planned.values()), sum(measured.values()))}
-        rows += [dict(case=name, call=call, planned=p, measured=m, ratio=p / m) for call, (p, m) in pairs.items()]
+        planned["all"], measured["all"] = sum(planned.values()), sum(measured.values())
+        for call, taken in measured.items():
+            rows.append(dict(case=name, call=call, planned=planned[call], measured=taken, ratio=planned[call] / taken))
     return rows
 
 

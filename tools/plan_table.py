@@ -9,16 +9,17 @@ under the layout of 8 GPUs that goes furthest with full activation recompute:
     exact, host            exact, with K, V, dK, dV in host memory
     LoRA                   exact, adapters of rank 16 on all tokens
     LoRA, responses        adapters of rank 16 on responses only, where frozen is exact
-    full sequences         GPUs for one sequence as long as `exact` goes, with full recompute and ring attention, nothing
-                           on the host; and the hours of a step there
+    full sequences         GPUs for one sequence as long as `exact` goes, with full recompute and ring attention,
+                           nothing on the host; and the hours of a step there
 """
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from pathlib import Path
 
-from megatron_longstraw.config import Config, load_config, validate
+from megatron_longstraw.config import load_config, validate
 from megatron_longstraw.planner.hardware import HARDWARE, Hardware
 from megatron_longstraw.planner.seconds import step_seconds
 from megatron_longstraw.planner.shape import PLANNED_MODELS, Shape, shape_of
@@ -48,9 +49,8 @@ def model_shape(name: str) -> Shape:
     )
     if name in PLANNED_MODELS:
         model, linear = PLANNED_MODELS[name]
-        config = load_config([], options)
-        shape = shape_of(Config(model=model, parallel=config.parallel, prefix=config.prefix, rollout=config.rollout), WORLD_SIZE)
-        return unbounded(shape.changed(linear=linear))
+        config = dataclasses.replace(load_config([], options), model=model)
+        return unbounded(shape_of(config, WORLD_SIZE).changed(linear=linear))
     return unbounded(shape_of(load_config([MODELS / f"{name}.toml"], options), WORLD_SIZE))
 
 

@@ -41,7 +41,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Shape, Hardware, argparse.
     """
     config, args = parse_args(argv, extra=_parser())
     if config.checkpoint.hf_checkpoint is not None:
-        raise ConfigError(["got --hf-checkpoint, which the planner does not open; need --config launch/models/NAME.toml"])
+        raise ConfigError(["got --hf-checkpoint, which the planner does not open; need --config with its shape"])
     if args.model is not None:
         model, linear = PLANNED_MODELS[args.model]
         config = dataclasses.replace(config, model=model)
@@ -65,10 +65,10 @@ def _parser() -> argparse.ArgumentParser:
     group.add_argument("--world-size", type=_positive, default=1, metavar="N", help="ranks to plan for (default: 1)")
     group.add_argument("--hardware", choices=NAMES, default="h20-96", help="what the ranks run on (default: h20-96)")
     group.add_argument("--rates", metavar="FILE", help="with --hardware cpu: what tools/calibrate.py measured")
-    group.add_argument("--solve", choices=("context", "group", "gpus", "layout"), help="find a limit, or the best layout")
-    group.add_argument("--model", choices=tuple(PLANNED_MODELS), help="a model that can be planned but not yet be built")
+    group.add_argument("--solve", choices=("context", "group", "gpus", "layout"), help="a limit, or the best layout")
+    group.add_argument("--model", choices=tuple(PLANNED_MODELS), help="one that cannot be built yet")
     group.add_argument("--adapter-rank", type=_positive, metavar="N", help="train low-rank adapters only")
-    group.add_argument("--adapter-scope", choices=("all", "responses"), default="all", help="where they act (default: all)")
+    group.add_argument("--adapter-scope", choices=("all", "responses"), default="all", help="default: all")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -138,7 +138,8 @@ def text(shape: Shape, hardware: Hardware, solve: str | None) -> str:
 
 def _layout_row(row: dict) -> str:
     seconds = f"{row['seconds']:,.0f} s a step" if row["fits"] else "does not fit"
-    keeps = ", ".join(f"{name} {value}" for name, value in row["keeps"].items() if value not in ("device", "model's", "fp32", False))
+    usual = ("device", "model's", "fp32", False)
+    keeps = ", ".join(f"{name} {value}" for name, value in row["keeps"].items() if value not in usual)
     return f"{row['layout']:<24}{row['bytes'] / GIB:7.1f} GiB  {seconds:<20}{keeps}"
 
 

@@ -45,7 +45,7 @@ class RankBytes:
     captures: int
     """Most captures held at once between sampling and update."""
     fullest: Moment
-    """When most is alive, and what that is beside the above, in which dK, dV and sampling count only if it names them."""
+    """When most is alive, and what beside the above; dK, dV and sampling count only where it names them."""
     host: int
     """What lies in host memory."""
 

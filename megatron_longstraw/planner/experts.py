@@ -56,7 +56,8 @@ class Experts:
 
     @staticmethod
     def _inner(tape: Tape, name: str, size: float, weighted: bool, grad: bool) -> None:
-        parts = {"up": 2 * size, "gate": size, "linear": size, "product": size} | ({"weighted": size} if weighted else {})
+        parts = {"up": 2 * size, "gate": size, "linear": size, "product": size}
+        parts |= {"weighted": size} if weighted else {}
         for part, num_bytes in parts.items():
             tape.new(name + part, num_bytes)
         if not grad:

@@ -145,7 +145,7 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     if name != "cpu":
         raise ConfigError([f"got --hardware {name}, need one of {', '.join(NAMES)}"])
     if rates_file is None:
-        raise ConfigError(["got --hardware cpu without --rates; need the file that python tools/calibrate.py FILE writes"])
+        raise ConfigError(["got --hardware cpu without --rates; need what python tools/calibrate.py FILE writes"])
     try:
         found = json.loads(Path(rates_file).read_text())
         curves = {kind: Curve(tuple(map(tuple, found[kind]))) for kind in CALIBRATED}
@@ -153,8 +153,8 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"got --rates {rates_file}: {error}; need a file that tools/calibrate.py wrote"]) from None
     return Hardware(
-        name="CPU", source=f"measured: {rates_file}", **facts, **curves, matmul_fp8=curves["matmul"], network=curves["link"],
-        host=curves["memory"], host_memory=curves["memory"], asynchronous=False,
+        name="CPU", source=f"measured: {rates_file}", **facts, **curves, matmul_fp8=curves["matmul"],
+        network=curves["link"], host=curves["memory"], host_memory=curves["memory"], asynchronous=False,
         host_bytes=facts["memory_bytes"],
     )  # fmt: skip
 

@@ -160,7 +160,8 @@ class _Calls:
         """Products of one layer; a backward makes two of each, or one where the weight is not trained."""
         shape = self.shape
         fp8 = work.prompt and shape.fp8_prefix != "off"
-        once = sum(self._product(work.rows.total, used, held, fp8) for used, held in products_of_layer(shape, work.rows.total))
+        products, rows = products_of_layer(shape, work.rows.total), work.rows.total
+        once = sum(self._product(rows, used, held, fp8) for used, held in products)
         return once * (work.forwards + work.backward * (1 if shape.adapter_rank is not None else 2))
 
     def _product(self, rows: int, used: float, held: float, fp8: bool = False) -> float:
@@ -199,9 +200,8 @@ class _Calls:
         layer.backward(both)
         merged = layer.query * layer.widen * self.shape.cp
         blocks = max(0.0, self._blocks(work) - 1)
-        once = self._touched(forward.created) + blocks * self._touched([merged]) * work.attention_forwards / work.forwards
-        backward = self._touched(both.created[before:]) + blocks * self._touched([merged])
-        return work.forwards * once + work.backward * backward
+        seconds = work.forwards * self._touched(forward.created) + work.backward * self._touched(both.created[before:])
+        return seconds + (work.attention_forwards + work.backward) * blocks * self._touched([merged])
 
     def _touched(self, created: list[float]) -> float:
         return sum(self.hardware.memory.seconds(TOUCHED * num_bytes) for num_bytes in created)
@@ -220,7 +220,8 @@ class _Calls:
             cost += self._curve(shape.tp * shape.cp).seconds(sent) * shape.attention_layers / shape.layers
         if shape.tp > 1:
             share = (shape.tp - 1) / shape.tp
-            cost += self._curve(shape.tp).seconds((4 * passes + 2 * shape.sp * work.backward) * layer.whole_stream * share)
+            times = 4 * passes + 2 * shape.sp * work.backward
+            cost += self._curve(shape.tp).seconds(times * layer.whole_stream * share)
         if shape.ep > 1:
             sent = 2 * shape.model.moe_router_topk * layer.stream * (shape.ep - 1) / shape.ep
             cost += self._curve(shape.tp * shape.cp * shape.dp).seconds(sent * passes)

@@ -29,7 +29,9 @@ def longest_context(shape: Shape, hardware: Hardware) -> int:
         prompt = grains * GRAIN_TOKENS - response
         return prompt < 1 or fits(shape.changed(max_prompt_length=prompt), hardware)
 
-    return _largest(possible, MOST_TOKENS // GRAIN_TOKENS) * GRAIN_TOKENS * fits(shape.changed(max_prompt_length=1), hardware)
+    if not fits(shape.changed(max_prompt_length=1), hardware):
+        return 0
+    return _largest(possible, MOST_TOKENS // GRAIN_TOKENS) * GRAIN_TOKENS
 
 
 def largest_group(shape: Shape, hardware: Hardware) -> int:

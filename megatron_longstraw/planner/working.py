@@ -28,7 +28,8 @@ def moments(shape: Shape, stage: int, prefix_grad: int, sampling_kv: int) -> lis
     prefix, rollout = shape.config.prefix, shape.config.rollout
     if prefix.schedule == "full":
         length = shape.rows((rollout.max_prompt_length or 1) + rollout.max_response_length - 1)
-        work = _MicroBatch(shape, stage, Rows(length, 1, prefix=False), head_rows=min(length, rollout.max_response_length))
+        head_rows = min(length, rollout.max_response_length)
+        work = _MicroBatch(shape, stage, Rows(length, 1, prefix=False), head_rows)
         return work.under_autograd("full", 0, 0)
     prompts, responses = shape.prompts_per_capture, min(prefix.branches_per_microbatch, rollout.group_size)
     chunk = Rows(shape.chunk_rows(), prompts, prefix=shape.num_chunks > 1)
@@ -144,7 +145,7 @@ class _MicroBatch:
         stages = (
             Counter({LOGITS: 3 * logits}),
             Counter({LOGITS: 2 * logits, WEIGHT_GRADIENTS: weight * FLOAT32}),
-            Counter({LOGITS: logits * shape.element_bytes / FLOAT32, WEIGHT_GRADIENTS: weight * (FLOAT32 + shape.element_bytes)}),
+            Counter({LOGITS: logits / self.layer.widen, WEIGHT_GRADIENTS: weight * (FLOAT32 + shape.element_bytes)}),
         )
         return max(stages, key=Counter.total) + Counter({ACTIVATIONS: own})
 

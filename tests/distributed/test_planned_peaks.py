@@ -21,4 +21,5 @@ def test_planned_peaks_are_near_those_of_a_step():
         stages = 2 if BYTES[name].get("pipeline_model_parallel_size") else 1
         for rank, results in enumerate(ranks[:stages]):
             measured, planned, parts = results[name]
-            assert abs(planned / measured - 1) <= TOLERANCE, f"{name}, rank {rank}: {planned:,} of {measured:,}: {parts}"
+            found = f"{name}, rank {rank}: {planned:,} of {measured:,}: {parts}"
+            assert abs(planned / measured - 1) <= TOLERANCE, found

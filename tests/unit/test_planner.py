@@ -1,4 +1,5 @@
 """What the planner says of runs that cannot be had here: published numbers, limits, and how costs grow."""
+import dataclasses
 import json
 import math
 
@@ -54,10 +55,9 @@ def shape(world_size=8, *, own=None, **options):
 def hybrid(prompt_tokens):
     """Qwen3.6-27B with all 8 ranks in context parallelism."""
     model, linear = PLANNED_MODELS["qwen3.6-27b"]
-    options = dict(context_parallel_size=8, max_prompt_length=prompt_tokens + 1, prefix_chunk_tokens=4096, prefix_grad="frozen")
-    config = load_config(overrides=options)
-    found = shape_of(type(config)(model=model, parallel=config.parallel, prefix=config.prefix, rollout=config.rollout), 8)
-    return found.changed(linear=linear)
+    options = dict(context_parallel_size=8, prefix_chunk_tokens=4096, prefix_grad="frozen")
+    config = load_config(overrides=options | dict(max_prompt_length=prompt_tokens + 1))
+    return shape_of(dataclasses.replace(config, model=model), 8).changed(linear=linear)
 
 
 def test_published_bytes_of_a_hybrid_model():
@@ -212,7 +212,7 @@ def test_the_largest_group_and_the_fewest_gpus():
 
 # -- command line --------------------------------------------------------------------------------------------
 
-FLAGS = ["--num-layers", "2", "--bf16", "--max-prompt-length", "1000", "--context-parallel-size", "2", "--world-size", "2"]
+FLAGS = "--num-layers 2 --bf16 --max-prompt-length 1000 --context-parallel-size 2 --world-size 2".split()
 
 
 def test_dry_run_and_planner_show_the_same_bytes(capsys):
@@ -226,7 +226,8 @@ def test_json_holds_bytes_seconds_and_limits(capsys):
     assert main([*FLAGS, "--json", "--hardware", "h100"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["fits"] and found["hardware"] == "H100 SXM" and found["longest_context_tokens"] > 10**6
-    assert {"weights", "K, V", "dK, dV", "activations", "communication", "logits", "most at once"} <= set(found["bytes"])
+    parts = {"weights", "K, V", "dK, dV", "activations", "communication", "logits", "most at once"}
+    assert parts <= set(found["bytes"])
     assert set(found["seconds"]["capture"]) == {"matmul", "attention", "elementwise", "communication", "host", "idle"}
 
 
@@ -237,7 +238,8 @@ def test_every_question_has_an_answer_in_words(solve, capsys):
 
 
 def test_a_model_that_only_the_planner_knows():
-    planned, _, _ = parse(["--model", "qwen3.6-27b", "--adapter-rank", "16", "--context-parallel-size", "8", "--world-size", "8"])
+    flags = "--model qwen3.6-27b --adapter-rank 16 --context-parallel-size 8 --world-size 8"
+    planned, _, _ = parse(flags.split())
     assert planned.linear.num_layers == 48 and planned.attention_layers == 16 and planned.adapter_rank == 16
 
 
