@@ -205,7 +205,7 @@ class Shape:
 
     @property
     def prefix_tokens(self) -> int:
-        """Stored: the last prompt token goes with the responses. 0 under --schedule full, or if no prompt is longest."""
+        """Stored: the last prompt token goes with the responses. 0 under --schedule full or without a longest one."""
         full = self.config.prefix.schedule == "full"
         return 0 if full else (self.config.rollout.max_prompt_length or 1) - 1
 
