@@ -142,9 +142,11 @@ class _MicroBatch:
         logits = rows * shape.padded_vocab * FLOAT32
         weight = shape.padded_vocab * shape.model.hidden_size * (shape.adapter_rank is None)
         own = self.layer.whole_stream * (1 + shape.sp)
+        # The last chunk's gradient of logits lives on while the next one's appears.
+        last = logits / self.layer.widen * (self.head_rows > rows)
         stages = (
             Counter({LOGITS: 3 * logits}),
-            Counter({LOGITS: 2 * logits, WEIGHT_GRADIENTS: weight * FLOAT32}),
+            Counter({LOGITS: 2 * logits + last, WEIGHT_GRADIENTS: weight * FLOAT32}),
             Counter({LOGITS: logits / self.layer.widen, WEIGHT_GRADIENTS: weight * (FLOAT32 + shape.element_bytes)}),
         )
         return max(stages, key=Counter.total) + Counter({ACTIVATIONS: own})
@@ -152,9 +154,13 @@ class _MicroBatch:
     def _tied_head_gradient(self) -> Counter[str]:
         """It waits for the embedding's, with which it is summed."""
         tied = not self.shape.model.untie_embeddings_and_output_weights and self.shape.pp == 1
-        return self._embedding_backward() if tied and self.head_rows else Counter()
+        return self._embedding_gradient() if tied and self.head_rows else Counter()
 
     def _embedding_backward(self) -> Counter[str]:
+        """A tied head's gradient is there already, and their sum appears beside both."""
+        return self._embedding_gradient() + self._tied_head_gradient()
+
+    def _embedding_gradient(self) -> Counter[str]:
         shape = self.shape
         if self.stage or shape.adapter_rank is not None:
             return Counter()
