@@ -5,7 +5,8 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which the cases take turns.
+over --repeats steps, in which the cases take turns. The processor ratio is to what of them this process computed,
+which a busy machine disturbs less (with one rank and one thread the two are the same on an idle one).
 """
 from __future__ import annotations
 
@@ -14,8 +15,10 @@ import json
 import math
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Callable
 
 import numpy as np
 import torch.distributed as dist
@@ -135,20 +138,24 @@ class Case:
         planned = bytes_of_rank(self.policy.config, dist.get_world_size(), self.policy.layout.pp_rank)
         return peak_bytes_of(self.step), planned.held + planned.fullest.num_bytes, planned
 
-    def seconds(self) -> dict[str, float]:
-        """Of each call of a step that samples its responses and moves the weights."""
-        policy, batch = self.policy, self.batch
-        policy.meter.reset()
+    def seconds(self) -> dict[str, tuple[float, float]]:
+        """(wall clock, this process's processor time) of each call of a step that samples and moves the weights."""
+        policy, batch, found = self.policy, self.batch, {}
+
+        def timed(name: str, call: Callable, *args, **options):
+            start, cpu_start = time.perf_counter(), time.process_time()
+            result = call(*args, **options)
+            found[name] = time.perf_counter() - start, time.process_time() - cpu_start
+            return result
+
         policy.zero_grad()
-        store = capture(policy, batch)
-        generate(policy, store, batch, step=0)
-        replay(policy, store, batch, self.weights)
-        prefix_backward(policy, store, batch)
+        store = timed("capture", capture, policy, batch)
+        timed("rollout", generate, policy, store, batch, step=0)
+        timed("replay", replay, policy, store, batch, self.weights)
+        timed("prefix_backward", prefix_backward, policy, store, batch)
         store.release()
-        with policy.meter.measure("optimizer"):
-            policy.finalize_gradients()
-            self.optimizer.step()
-        return {name: cost.seconds for name, cost in self.policy.meter.costs.items()}
+        timed("optimizer", lambda: (policy.finalize_gradients(), self.optimizer.step()))
+        return found
 
 
 def check_bytes(cases: dict[str, dict]) -> list[dict]:
@@ -163,18 +170,20 @@ def check_seconds(cases: dict[str, dict], rates: str, repeats: int) -> list[dict
     """Calls by case, each the minimum over steps."""
     hardware = hardware_of("cpu", rates)
     built = {name: Case.build(options) for name, options in cases.items()}
-    steps: dict[str, list[dict[str, float]]] = {name: [] for name in built}
+    steps: dict[str, list] = {name: [] for name in built}
     for _ in range(repeats + 1):  # the first is a warm-up
         for name, case in built.items():
             steps[name].append(case.seconds())
     rows = []
     for name, case in built.items():
-        measured = {call: min(step[call] for step in steps[name][1:]) for call in steps[name][0]}
         found = step_seconds(shape_of(case.policy.config, dist.get_world_size()), hardware)
-        planned = {call: found[call].total() for call in measured}
-        planned["all"], measured["all"] = sum(planned.values()), sum(measured.values())
-        for call, taken in measured.items():
-            rows.append(dict(case=name, call=call, planned=planned[call], measured=taken, ratio=planned[call] / taken))
+        planned = {call: found[call].total() for call in steps[name][0] if call in found}
+        wall, cpu = ({call: min(s[call][clock] for s in steps[name][1:]) for call in planned} for clock in (0, 1))
+        for column in (planned, wall, cpu):
+            column["all"] = sum(column.values())
+        for call in planned:
+            ratios = dict(ratio=planned[call] / wall[call], processor_ratio=planned[call] / cpu[call])
+            rows.append(dict(case=name, call=call, planned=planned[call], measured=wall[call], **ratios))
     return rows
 
 
@@ -200,7 +209,8 @@ def main() -> int:
         return 0
     for row in rows:
         name = f"{row['case']:<26}{row.get('call', ''):<17}"
-        print(f"{name}planned {row['planned']:>14,.6g}   measured {row['measured']:>14,.6g}   ratio {row['ratio']:.3f}")
+        ratios = [f"{key.replace('_', ' ')} {row[key]:.3f}" for key in ("ratio", "processor_ratio") if key in row]
+        print(f"{name}planned {row['planned']:>14,.6g}   measured {row['measured']:>14,.6g}   {'   '.join(ratios)}")
     return 0
 
 

@@ -32,4 +32,5 @@ def test_files_and_flags_that_it_names_exist():
     others |= {"--nodes", "--gpus-per-node", "--time", "--partition", "--signal-minutes"}
     others |= {"--container-image", "--container-mounts"}
     tools = {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
-    assert not named - known - others - tools
+    planner = {"--hardware", "--rates", "--solve"}
+    assert not named - known - others - tools - planner
