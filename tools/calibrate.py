@@ -21,7 +21,12 @@ from typing import Callable
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from check_planner import Case
+
 from megatron_longstraw.attention.kernels import attend, attend_backward
+from megatron_longstraw.mcore.calls import capture, replay
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD
 from megatron_longstraw.planner.seconds import TOUCHED
 
@@ -88,10 +93,32 @@ def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
     return points
 
 
-def launch_s() -> float:
-    """Of an operator with next to no work, under autograd."""
-    a, b = torch.randn(8, requires_grad=True), torch.randn(8)
-    return seconds(lambda: a * b)
+def adam_points() -> list[tuple[float, float]]:
+    """By parameters, in matrices of 2^16."""
+    points = []
+    for matrices in (1, 8, 64):
+        parameters = [torch.nn.Parameter(torch.zeros(2**16)) for _ in range(matrices)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        points.append((float(matrices * 2**16), seconds(torch.optim.AdamW(parameters).step)))
+    return points
+
+
+def overheads(dtype: torch.dtype) -> dict[str, float]:
+    """What models cost whose tensors are next to nothing: per layer, and per micro-batch beside them."""
+    taken = {}
+    for layers in (1, 5):
+        options = dict(num_layers=layers, hidden_size=16, ffn_hidden_size=16, vocab_size=16, bf16=dtype == torch.bfloat16)
+        options |= dict(group_size=1, max_response_length=1, max_prompt_length=5, prefix_chunk_tokens=4)
+        case = Case.build(options)
+        store = capture(case.policy, case.batch)
+        captured = seconds(lambda: capture(case.policy, case.batch).release())
+        taken[layers] = captured, seconds(lambda: replay(case.policy, store, case.batch, case.weights))
+        store.release()
+    forward, both = ((taken[5][call] - taken[1][call]) / 4 for call in (0, 1))
+    return dict(
+        layer_forward_s=forward, layer_backward_s=max(0.0, both - forward), micro_batch_s=max(0.0, taken[1][0] - forward)
+    )
 
 
 def _peer(rank: int, folder: str, results) -> None:
@@ -143,10 +170,11 @@ def calibrate(dtype: torch.dtype) -> dict:
         "attention_backward": backward,
         "memory": memory_points(dtype),
         "link": link_points(),
+        "adam": adam_points(),
     }
     return {
         **{name: growing(points) for name, points in curves.items()},
-        "launch_s": launch_s(),
+        **overheads(dtype),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),

@@ -31,6 +31,10 @@ _HOST_BYTES = 200 * 10**9
 """For each of 8 ranks: of 2 TB (DGX H100's datasheet), what other things leave."""
 _LAUNCH_S = 5e-6
 """Seconds between two kernels that Python starts: an assumption."""
+_KERNELS = {"forward": 75, "backward": 130, "micro_batch": 40}
+"""That a layer starts forward and backward, and what a micro-batch has beside its layers, counted on the CPU."""
+ADAM_BYTES = 7 * 4 + 2
+"""Of a parameter, in one pass: read its gradient, moments and master weight, write all but the gradient."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +83,13 @@ class Hardware:
     host: Curve
     """By bytes copied from or to host memory."""
     host_memory: Curve
-    launch_s: float
-    """Seconds to start one operator."""
+    adam: Curve
+    """By parameters."""
+    layer_forward_s: float
+    """Seconds to start the operators of a layer, whatever they work on."""
+    layer_backward_s: float
+    micro_batch_s: float
+    """Of a micro-batch, beside its layers."""
     asynchronous: bool
     """Operators start while earlier ones still run."""
     host_bytes: int
@@ -112,7 +121,9 @@ def _gpu(
         network=Curve.of_rate(0.75 * _NETWORK),
         host=Curve.of_rate(0.8 * host * 1e9),
         host_memory=Curve.of_rate(_HOST_MEMORY),
-        launch_s=_LAUNCH_S,
+        adam=Curve.of_rate(0.85 * memory * 1e12 / ADAM_BYTES),
+        **{f"layer_{way}_s": _KERNELS[way] * _LAUNCH_S for way in ("forward", "backward")},
+        micro_batch_s=_KERNELS["micro_batch"] * _LAUNCH_S,
         asynchronous=True,
         host_bytes=_HOST_BYTES,
     )
@@ -149,7 +160,7 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     try:
         found = json.loads(Path(rates_file).read_text())
         curves = {kind: Curve(tuple(map(tuple, found[kind]))) for kind in CALIBRATED}
-        facts = {name: found[name] for name in ("memory_bytes", "launch_s")}
+        facts = {name: found[name] for name in CALIBRATED_FACTS}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"got --rates {rates_file}: {error}; need a file that tools/calibrate.py wrote"]) from None
     return Hardware(
@@ -159,5 +170,6 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     )  # fmt: skip
 
 
-CALIBRATED = ("matmul", "attention", "attention_backward", "memory", "link")
+CALIBRATED_FACTS = ("memory_bytes", "layer_forward_s", "layer_backward_s", "micro_batch_s")
+CALIBRATED = ("matmul", "attention", "attention_backward", "memory", "link", "adam")
 """Curves of a rates file. attention_backward counts the operations of a forward times ATTENTION_BACKWARD."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, GPUS_PER_NODE, Curve, Hardware
+from megatron_longstraw.planner.hardware import ADAM_BYTES, ATTENTION_BACKWARD, GPUS_PER_NODE, Curve, Hardware
 from megatron_longstraw.planner.layer import Layer, Rows
 from megatron_longstraw.planner.parameters import adapter_parameters_of_rank, parameters_of_rank, products_of_layer
 from megatron_longstraw.planner.shape import FLOAT32, Shape
@@ -15,8 +15,6 @@ KINDS = ("matmul", "attention", "elementwise", "communication", "host", "idle")
 """idle: pipeline stages that wait, and operators that are started more slowly than they run."""
 TOUCHED = 3
 """Times that a tensor's bytes pass by: written once, read twice."""
-_OPERATORS = {"forward": 75, "backward": 130}
-"""Started per layer; a recompute is one forward more."""
 
 
 def step_seconds(shape: Shape, hardware: Hardware) -> dict[str, Counter[str]]:
@@ -107,17 +105,18 @@ class _Calls:
         return self._scaled(self._run(sequence), self.update_batches)
 
     def optimizer(self) -> Counter[str]:
-        """Gradients are summed over ranks; Adam reads gradient, moments and master weights and writes all but one."""
+        """Gradients are summed over ranks; their norm is taken and they are scaled; Adam."""
         shape, hardware, cost = self.shape, self.hardware, Counter()
         trained = adapter_parameters_of_rank(shape) or parameters_of_rank(shape, 0).total
         ranks = shape.dp * shape.cp
         cost["communication"] = self._curve(shape.tp * ranks).seconds(2 * trained * FLOAT32 * (ranks - 1) / ranks)
         own = trained / (ranks if shape.config.parallel.use_distributed_optimizer else 1)
-        touched = own * (7 * FLOAT32 + shape.element_bytes)
-        cost["elementwise"] = 0.0 if shape.optimizer_cpu_offload else hardware.memory.seconds(touched)
+        cost["elementwise"] = hardware.memory.seconds(own * 3 * FLOAT32)
         if shape.optimizer_cpu_offload:
             copied = hardware.host.seconds(own * (FLOAT32 + shape.element_bytes))
-            cost["host"] = copied + hardware.host_memory.seconds(touched)
+            cost["host"] = copied + hardware.host_memory.seconds(own * ADAM_BYTES)
+        else:
+            cost["elementwise"] += hardware.adam.seconds(own)
         return self._scaled(cost, self.updates)
 
     # -- parts -----------------------------------------------------------------------------------------------
@@ -151,8 +150,8 @@ class _Calls:
         if shape.pp > 1:
             cost["communication"] += self._curve(shape.world_size).seconds(layer.stream) * (1 + work.backward)
         cost["host"] = max(0.0, self._host(work) - cost["attention"])
-        operators = work.forwards * _OPERATORS["forward"] + work.backward * _OPERATORS["backward"]
-        started = shape.layers * operators * self.hardware.launch_s
+        of_layer = work.forwards * self.hardware.layer_forward_s + work.backward * self.hardware.layer_backward_s
+        started = shape.layers * of_layer + self.hardware.micro_batch_s
         cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
         return cost
 

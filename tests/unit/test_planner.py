@@ -9,7 +9,7 @@ from megatron_longstraw.config import ConfigError, load_config, validate
 from megatron_longstraw.launch import start
 from megatron_longstraw.planner.__main__ import main, parse
 from megatron_longstraw.planner.bytes import GIB, bytes_of_shape, fullest_stage
-from megatron_longstraw.planner.hardware import HARDWARE, Curve, hardware_of
+from megatron_longstraw.planner.hardware import CALIBRATED, CALIBRATED_FACTS, HARDWARE, Curve, hardware_of
 from megatron_longstraw.planner.parameters import total_parameters
 from megatron_longstraw.planner.seconds import step_seconds
 from megatron_longstraw.planner.shape import PLANNED_MODELS, shape_of
@@ -260,8 +260,8 @@ def test_mistakes_are_one_message(flags, message, capsys):
 
 def test_rates_of_a_calibrated_machine(tmp_path):
     file = tmp_path / "cpu.json"
-    curves = dict.fromkeys(("matmul", "attention", "attention_backward", "memory", "link"), [[1.0, 2.0], [10.0, 5.0]])
-    file.write_text(json.dumps(curves | dict(memory_bytes=10**9, launch_s=1e-6)))
+    curves = dict.fromkeys(CALIBRATED, [[1.0, 2.0], [10.0, 5.0]])
+    file.write_text(json.dumps(curves | dict.fromkeys(CALIBRATED_FACTS, 1)))
     assert hardware_of("cpu", str(file)).matmul.seconds(1.0) == 2.0
     file.write_text(json.dumps(dict(matmul=[[1.0, 2.0]])))
     with pytest.raises(ConfigError, match="need a file that tools/calibrate.py wrote"):
