@@ -40,6 +40,15 @@ ATTENTIONS = ((16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096), (1024, 
 """(queries, keys) of 4 heads that share 2 key-value heads of 64 channels."""
 HEADS, GROUPS, CHANNELS = 4, 2, 64
 ELEMENTS = (2**10, 2**13, 2**16, 2**19, 2**22)
+NEXT_TO_NOTHING = dict(
+    hidden_size=16,
+    ffn_hidden_size=16,
+    vocab_size=16,
+    group_size=1,
+    max_response_length=1,
+    max_prompt_length=5,
+    prefix_chunk_tokens=4,
+)
 LINK_TIMEOUT_S = 300
 """For two processes to start, meet and send."""
 MESSAGES = (2**10, 2**14, 2**18, 2**22)
@@ -108,17 +117,17 @@ def overheads(dtype: torch.dtype) -> dict[str, float]:
     """What models cost whose tensors are next to nothing: per layer, and per micro-batch beside them."""
     taken = {}
     for layers in (1, 5):
-        options = dict(num_layers=layers, hidden_size=16, ffn_hidden_size=16, vocab_size=16, bf16=dtype == torch.bfloat16)
-        options |= dict(group_size=1, max_response_length=1, max_prompt_length=5, prefix_chunk_tokens=4)
-        case = Case.build(options)
+        case = Case.build(NEXT_TO_NOTHING | dict(num_layers=layers, bf16=dtype == torch.bfloat16))
         store = capture(case.policy, case.batch)
         captured = seconds(lambda: capture(case.policy, case.batch).release())
         taken[layers] = captured, seconds(lambda: replay(case.policy, store, case.batch, case.weights))
         store.release()
     forward, both = ((taken[5][call] - taken[1][call]) / 4 for call in (0, 1))
-    return dict(
-        layer_forward_s=forward, layer_backward_s=max(0.0, both - forward), micro_batch_s=max(0.0, taken[1][0] - forward)
-    )
+    return {
+        "layer_forward_s": forward,
+        "layer_backward_s": max(0.0, both - forward),
+        "micro_batch_s": max(0.0, taken[1][0] - forward),
+    }
 
 
 def _peer(rank: int, folder: str, results) -> None:

@@ -21,6 +21,7 @@ from megatron_longstraw.planner.plan import items, layout_name, lines, plan_of_s
 from megatron_longstraw.planner.seconds import KINDS, step_seconds
 from megatron_longstraw.planner.shape import PLANNED_MODELS, Shape, shape_of
 from megatron_longstraw.planner.solve import (
+    WORLD_SIZES,
     Candidate,
     all_context_parallel,
     best_layouts,
@@ -128,12 +129,18 @@ def _candidate(found: Candidate) -> dict:
 
 def text(shape: Shape, hardware: Hardware, solve: str | None) -> str:
     found = answer(shape, hardware, solve)
-    if solve is None:
-        return "\n".join([plan_of_shape(shape), lines(_seconds(shape, hardware)), lines(_fit(shape, hardware, found))])
-    if solve != "layout":
-        return lines((name.replace("_", " "), str(value)) for name, value in found.items())
-    rows = [*found["layouts"], found["all_context_parallel"]]
-    return lines([("layout", _layout_row(row)) for row in rows[:1]] + [("", _layout_row(row)) for row in rows[1:]])
+    if solve == "context":
+        return f"{found['longest_context_tokens']:,} positions fit {hardware.name}"
+    if solve == "group":
+        return f"{found['largest_group']:,} responses to a prompt fit {hardware.name}"
+    if solve == "gpus":
+        if found["gpus"] is None:
+            return f"not even {WORLD_SIZES[-1]:,} x {hardware.name} are enough"
+        return f"{found['gpus']} x {hardware.name}: {_layout_row(found)}"
+    if solve == "layout":
+        best, *others = [*found["layouts"], found["all_context_parallel"]]
+        return lines([("layout", _layout_row(best)), *(("", _layout_row(row)) for row in others)])
+    return "\n".join([plan_of_shape(shape), lines(_seconds(shape, hardware)), lines(_fit(hardware, found))])
 
 
 def _layout_row(row: dict) -> str:
@@ -152,7 +159,7 @@ def _seconds(shape: Shape, hardware: Hardware) -> Iterator[tuple[str, str]]:
     yield "", f"{'step':<18}{sum(cost.total() for cost in costs.values()):>{14 * len(KINDS) + 12},.2f}"
 
 
-def _fit(shape: Shape, hardware: Hardware, found: dict) -> Iterator[tuple[str, str]]:
+def _fit(hardware: Hardware, found: dict) -> Iterator[tuple[str, str]]:
     usable = f"{hardware.usable_bytes / GIB:.1f} of {hardware.memory_bytes / GIB:.1f} GiB"
     longest = found["longest_context_tokens"]
     yield "fits", f"{'yes' if found['fits'] else 'no'}: {usable} are planned for; up to {longest:,} positions fit"

@@ -106,7 +106,7 @@ def items(shape: Shape, most: RankBytes) -> Iterator[tuple[str, int, str]]:
     config = shape.config
     yield "weights", most.weights, ""
     if shape.adapter_rank is not None:
-        yield "adapters", most.adapters, f"rank {shape.adapter_rank} on {shape.adapter_scope} tokens"
+        yield "adapters", most.adapters, f"of rank {shape.adapter_rank}, on {_SCOPES[shape.adapter_scope]}"
     yield "gradients", most.gradients, ""
     shared = ", shared by data x context ranks" if config.parallel.use_distributed_optimizer else ""
     yield "optimizer", most.optimizer, f"moments{' and master weights' if config.model.bf16 else ''}{shared}"
@@ -125,6 +125,7 @@ def items(shape: Shape, most: RankBytes) -> Iterator[tuple[str, int, str]]:
         yield "host memory", most.host, "of this rank"
 
 
+_SCOPES = {"all": "every token", "responses": "responses only"}
 _WORKING = {
     ACTIVATIONS: "of the fullest micro-batch",
     COMMUNICATION: "rows gathered from other ranks",

@@ -176,9 +176,9 @@ def _best_storage(shape: Shape, hardware: Hardware) -> Candidate:
 
 
 def fewest_gpus(shape: Shape, hardware: Hardware) -> Candidate | None:
-    """The best layout on the smallest world that it fits."""
+    """The best layout on the smallest world that it fits with the model's own rounding."""
     for world_size in WORLD_SIZES:
         found = best_layouts(shape.changed(world_size=world_size), hardware)
-        if found and found[0].fits:
+        if found and found[0].fits and not found[0].changes_numbers:
             return found[0]
     return None
