@@ -29,8 +29,9 @@ from megatron_longstraw.attention.kernels import attend, attend_backward
 from megatron_longstraw.mcore.calls import capture, replay
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD
 from megatron_longstraw.planner.seconds import TOUCHED
+from megatron_longstraw.rollout.generate import generate
 
-BUDGET_S = 0.5
+BUDGET_S = 0.4
 """Of repeats of one point, which runs three times at least."""
 SHORTEST_S = 1e-3
 """Work that takes less is run several times for one measurement."""
@@ -38,6 +39,8 @@ MATMULS = ((16, 64, 128), (64, 128, 256), (256, 128, 512), (256, 256, 1024), (10
 """(rows, inner width, width)."""
 ATTENTIONS = ((16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096), (1024, 4096))
 """(queries, keys) of 4 heads that share 2 key-value heads of 64 channels."""
+READS = (64, 512, 4096, 16384)
+"""Keys of one query."""
 HEADS, GROUPS, CHANNELS = 4, 2, 64
 ELEMENTS = (2**10, 2**13, 2**16, 2**19, 2**22)
 NEXT_TO_NOTHING = dict(
@@ -92,6 +95,16 @@ def attention_points(dtype: torch.dtype) -> tuple[list[tuple[float, float]], lis
     return forward, backward
 
 
+def read_points(dtype: torch.dtype) -> list[tuple[float, float]]:
+    """One query against K and V of so many bytes."""
+    q, points = torch.randn(1, HEADS, 1, CHANNELS, dtype=dtype), []
+    for keys in READS:
+        k, v = (torch.randn(1, GROUPS, keys, CHANNELS, dtype=dtype) for _ in range(2))
+        taken = seconds(lambda: attend(q, k, v, causal=False, scale=CHANNELS**-0.5))
+        points.append((2.0 * k.numel() * k.element_size(), taken))
+    return points
+
+
 def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
     """Of one tensor among what surrounds matrix products: five of n elements are made."""
     points = []
@@ -120,13 +133,15 @@ def overheads(dtype: torch.dtype) -> dict[str, float]:
         case = Case.build(NEXT_TO_NOTHING | dict(num_layers=layers, bf16=dtype == torch.bfloat16))
         store = capture(case.policy, case.batch)
         captured = seconds(lambda: capture(case.policy, case.batch).release())
-        taken[layers] = captured, seconds(lambda: replay(case.policy, store, case.batch, case.weights))
+        replayed = seconds(lambda: replay(case.policy, store, case.batch, case.weights))
+        taken[layers] = captured, replayed, seconds(lambda: generate(case.policy, store, case.batch, step=0))
         store.release()
     forward, both = ((taken[5][call] - taken[1][call]) / 4 for call in (0, 1))
     return {
         "layer_forward_s": forward,
         "layer_backward_s": max(0.0, both - forward),
         "micro_batch_s": max(0.0, taken[1][0] - forward),
+        "token_s": max(0.0, taken[1][2] - taken[1][0]),
     }
 
 
@@ -177,6 +192,7 @@ def calibrate(dtype: torch.dtype) -> dict:
         "matmul": matmul_points(dtype),
         "attention": forward,
         "attention_backward": backward,
+        "attention_read": read_points(dtype),
         "memory": memory_points(dtype),
         "link": link_points(),
         "adam": adam_points(),

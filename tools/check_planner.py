@@ -52,6 +52,7 @@ BASE = dict(
     max_response_length=16,
     prefix_chunk_tokens=128,
 )
+_CHUNKS_OF_256 = dict(ffn_hidden_size=512, vocab_size=2000, prefix_chunk_tokens=256, max_prompt_length=1025)
 MOE = dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=96, moe_shared_expert_intermediate_size=64)
 BYTES = {
     "base": {},
@@ -64,6 +65,9 @@ BYTES = {
     "frozen": dict(prefix_grad="frozen"),
     "last:1": dict(prefix_grad="last:1", max_prompt_length=1025),
     "long responses": dict(max_response_length=128, prefix_chunk_tokens=64),
+    "chunks of 256": _CHUNKS_OF_256,
+    "chunks of 256, long responses": _CHUNKS_OF_256 | dict(max_response_length=128),
+    "chunks of 256, bf16, recompute": _CHUNKS_OF_256 | dict(recompute_granularity="full", bf16=True),
     "group of 16": dict(group_size=16, branches_per_microbatch=8, max_response_length=32, prefix_chunk_tokens=64),
     "vocabulary, tied": dict(vocab_size=20000, max_response_length=64, log_probs_chunk_size=128),
     "vocabulary, untied": dict(vocab_size=20000, untie_embeddings_and_output_weights=True, prefix_grad="frozen"),
@@ -191,16 +195,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", metavar="FILE", help="compare seconds, with what tools/calibrate.py wrote")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps per case (default: 3)")
-    parser.add_argument("--cases", metavar="NAME,...", help="some of them")
+    parser.add_argument("--case", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     cases = {name: o for name, o in (SECONDS if args.rates else BYTES).items() if world_size_of(o) == ranks}
-    if args.cases:
-        unknown = set(args.cases.split(",")) - set(cases)
+    if args.case:
+        unknown = sorted(set(args.case) - set(cases))
         if unknown:
-            parser.error(f"got --cases {', '.join(sorted(unknown))}, need some of {', '.join(cases)} on {ranks} ranks")
-        cases = {name: cases[name] for name in args.cases.split(",")}
+            parser.error(f"got --case {unknown[0]!r}, need one of {'; '.join(cases)} on {ranks} ranks")
+        cases = {name: cases[name] for name in args.case}
     rows = check_seconds(cases, args.rates, args.repeats) if args.rates else check_bytes(cases)
     if int(os.environ.get("RANK", "0")):
         return 0
@@ -208,7 +212,7 @@ def main() -> int:
         print(json.dumps(rows))
         return 0
     for row in rows:
-        name = f"{row['case']:<26}{row.get('call', ''):<17}"
+        name = f"{row['case']:<32}{row.get('call', ''):<17}"
         ratios = [f"{key.replace('_', ' ')} {row[key]:.3f}" for key in ("ratio", "processor_ratio") if key in row]
         print(f"{name}planned {row['planned']:>14,.6g}   measured {row['measured']:>14,.6g}   {'   '.join(ratios)}")
     return 0

@@ -75,6 +75,8 @@ class Hardware:
     attention: Curve
     """By floating-point operations of one forward."""
     attention_backward: Curve
+    attention_read: Curve
+    """By bytes of K and V: what attention of hardly any queries takes."""
     memory: Curve
     """By bytes read and written."""
     link: Curve
@@ -90,6 +92,8 @@ class Hardware:
     layer_backward_s: float
     micro_batch_s: float
     """Of a micro-batch, beside its layers."""
+    token_s: float
+    """Of a token of all responses, beside the layers."""
     asynchronous: bool
     """Operators start while earlier ones still run."""
     host_bytes: int
@@ -116,6 +120,7 @@ def _gpu(
         matmul_fp8=Curve.of_rate(matmul_share * fp8 * 1e12),
         attention=Curve.of_rate(attention),
         attention_backward=Curve.of_rate(attention),
+        attention_read=Curve.of_rate(0.85 * memory * 1e12),
         memory=Curve.of_rate(0.85 * memory * 1e12),
         link=Curve.of_rate(0.75 * link * 1e9),
         network=Curve.of_rate(0.75 * _NETWORK),
@@ -124,6 +129,7 @@ def _gpu(
         adam=Curve.of_rate(0.85 * memory * 1e12 / ADAM_BYTES),
         **{f"layer_{way}_s": _KERNELS[way] * _LAUNCH_S for way in ("forward", "backward")},
         micro_batch_s=_KERNELS["micro_batch"] * _LAUNCH_S,
+        token_s=2 * _KERNELS["micro_batch"] * _LAUNCH_S,
         asynchronous=True,
         host_bytes=_HOST_BYTES,
     )
@@ -170,6 +176,6 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     )  # fmt: skip
 
 
-CALIBRATED_FACTS = ("memory_bytes", "layer_forward_s", "layer_backward_s", "micro_batch_s")
-CALIBRATED = ("matmul", "attention", "attention_backward", "memory", "link", "adam")
+CALIBRATED_FACTS = ("memory_bytes", "layer_forward_s", "layer_backward_s", "micro_batch_s", "token_s")
+CALIBRATED = ("matmul", "attention", "attention_backward", "attention_read", "memory", "link", "adam")
 """Curves of a rates file. attention_backward counts the operations of a forward times ATTENTION_BACKWARD."""

@@ -71,8 +71,9 @@ class _Calls:
         shape, rollout = self.shape, self.shape.config.rollout
         rows = self.prompts * -(-rollout.group_size // shape.cp)
         keys = (rollout.max_prompt_length or 1) + rollout.max_response_length / 2
-        token = _Pass(Rows(1, rows), keys, 1, head=True)
-        return self._scaled(self._one(token), rollout.max_response_length * self.batches * shape.pp)
+        cost = self._one(_Pass(Rows(1, rows), keys, 1, head=True))
+        cost["idle"] += self.hardware.token_s
+        return self._scaled(cost, rollout.max_response_length * self.batches * shape.pp)
 
     def score(self) -> Counter[str]:
         if self.updates == 1:
@@ -184,7 +185,7 @@ class _Calls:
         blocks = self._blocks(work)
         kv = self.prompts * work.keys / shape.cp * 2 * shape.key_width * shape.kv_bytes
         forward = blocks * self.hardware.attention.seconds(flops / blocks)
-        seconds = max(forward, self.hardware.memory.seconds(kv)) * work.attention_forwards
+        seconds = max(forward, self.hardware.attention_read.seconds(kv)) * work.attention_forwards
         if work.backward:
             backward = ATTENTION_BACKWARD * flops / blocks
             seconds += blocks * self.hardware.attention_backward.seconds(backward)
