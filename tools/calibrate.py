@@ -9,6 +9,7 @@ in one process; `link` is an all-gather between two. Give the precision that is 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,6 +43,8 @@ ATTENTIONS = ((16, 64), (64, 256), (64, 1024), (256, 1024), (256, 4096), (1024, 
 READS = (64, 512, 4096, 16384)
 """Keys of one query."""
 HEADS, GROUPS, CHANNELS = 4, 2, 64
+SCALE = CHANNELS**-0.5
+COPIES_BYTES, MOST_COPIES = 2**26, 64
 ELEMENTS = (2**10, 2**13, 2**16, 2**19, 2**22)
 NEXT_TO_NOTHING = dict(
     hidden_size=16,
@@ -57,14 +60,16 @@ LINK_TIMEOUT_S = 300
 MESSAGES = (2**10, 2**14, 2**18, 2**22)
 
 
-def seconds(work: Callable[[], object]) -> float:
-    """Least of some runs; on one thread of processor time, which other jobs disturb less than the clock."""
+def seconds(*works: Callable[[], object]) -> float:
+    """Of one of some equal works, the least of some runs through them; on one thread of processor time, which other
+    jobs disturb less than the clock."""
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    found, begin, together = [], time.perf_counter(), 1
+    found, begin, turns = [], time.perf_counter(), itertools.cycle(works)
+    together = len(works)
     while len(found) < 3 or time.perf_counter() - begin < BUDGET_S:
         start = clock()
         for _ in range(together):
-            work()
+            next(turns)()
         taken = clock() - start
         if taken < SHORTEST_S:
             together *= 2
@@ -73,45 +78,64 @@ def seconds(work: Callable[[], object]) -> float:
     return min(found)
 
 
+def copies(make: Callable[[], tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    """So many operands that they come from memory, as in a step, and not from a cache."""
+    first = make()
+    count = COPIES_BYTES // sum(x.numel() * x.element_size() for x in first)
+    return [first, *(make() for _ in range(min(MOST_COPIES, count)))]
+
+
 def matmul_points(dtype: torch.dtype) -> list[tuple[float, float]]:
     points = []
     for rows, inner, width in MATMULS:
-        left, right = torch.randn(rows, inner, dtype=dtype), torch.randn(width, inner, dtype=dtype)
-        points.append((2.0 * rows * inner * width, seconds(lambda: left @ right.t())))
+        pairs = copies(lambda: (torch.randn(rows, inner, dtype=dtype), torch.randn(width, inner, dtype=dtype)))
+        works = [lambda left=left, right=right: left @ right.t() for left, right in pairs]
+        points.append((2.0 * rows * inner * width, seconds(*works)))
     return points
+
+
+def _attention_operands(queries: int, keys: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    q = torch.randn(queries, 1, HEADS, CHANNELS, dtype=dtype).permute(1, 2, 0, 3)
+    return q, *(torch.randn(1, GROUPS, keys, CHANNELS, dtype=dtype) for _ in range(2))
 
 
 def attention_points(dtype: torch.dtype) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     forward, backward = [], []
-    scale = CHANNELS**-0.5
     for queries, keys in ATTENTIONS:
-        q = torch.randn(queries, 1, HEADS, CHANNELS, dtype=dtype).permute(1, 2, 0, 3)
-        k, v = (torch.randn(1, GROUPS, keys, CHANNELS, dtype=dtype) for _ in range(2))
-        out, lse = attend(q, k, v, causal=False, scale=scale)
+        sets = copies(lambda: _attention_operands(queries, keys, dtype))
+        known = [attend(*qkv, causal=False, scale=SCALE) for qkv in sets]
+        runs = [lambda qkv=qkv: attend(*qkv, causal=False, scale=SCALE) for qkv in sets]
+        backs = [
+            lambda qkv=qkv, out=out, lse=lse: attend_backward(out, *qkv, out, lse, causal=False, scale=SCALE)
+            for qkv, (out, lse) in zip(sets, known)
+        ]
         flops = 4.0 * HEADS * CHANNELS * queries * keys
-        forward.append((flops, seconds(lambda: attend(q, k, v, causal=False, scale=scale))))
-        run = lambda: attend_backward(out, q, k, v, out, lse, causal=False, scale=scale)  # noqa: E731
-        backward.append((ATTENTION_BACKWARD * flops, seconds(run)))
+        forward.append((flops, seconds(*runs)))
+        backward.append((ATTENTION_BACKWARD * flops, seconds(*backs)))
     return forward, backward
 
 
 def read_points(dtype: torch.dtype) -> list[tuple[float, float]]:
     """One query against K and V of so many bytes."""
-    q, points = torch.randn(1, HEADS, 1, CHANNELS, dtype=dtype), []
+    points = []
     for keys in READS:
-        k, v = (torch.randn(1, GROUPS, keys, CHANNELS, dtype=dtype) for _ in range(2))
-        taken = seconds(lambda: attend(q, k, v, causal=False, scale=CHANNELS**-0.5))
-        points.append((2.0 * k.numel() * k.element_size(), taken))
+        sets = copies(lambda: _attention_operands(1, keys, dtype))
+        taken = seconds(*(lambda qkv=qkv: attend(*qkv, causal=False, scale=SCALE) for qkv in sets))
+        points.append((2.0 * sets[0][1].numel() * sets[0][1].element_size(), taken))
     return points
 
 
 def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
     """Of one tensor among what surrounds matrix products: five of n elements are made."""
+
+    def work(a: torch.Tensor, b: torch.Tensor) -> None:
+        torch.nn.functional.silu(a), a * b, a + b, torch.cat((a, b))
+
     points = []
     for elements in ELEMENTS:
-        a, b = torch.randn(elements, dtype=dtype), torch.randn(elements, dtype=dtype)
-        taken = seconds(lambda: (torch.nn.functional.silu(a), a * b, a + b, torch.cat((a, b))))
-        points.append((float(TOUCHED * elements * a.element_size()), taken / 5))
+        pairs = copies(lambda: (torch.randn(elements, dtype=dtype), torch.randn(elements, dtype=dtype)))
+        taken = seconds(*(lambda pair=pair: work(*pair) for pair in pairs))
+        points.append((float(TOUCHED * elements * pairs[0][0].element_size()), taken / 5))
     return points
 
 
@@ -136,12 +160,13 @@ def overheads(dtype: torch.dtype) -> dict[str, float]:
         replayed = seconds(lambda: replay(case.policy, store, case.batch, case.weights))
         taken[layers] = captured, replayed, seconds(lambda: generate(case.policy, store, case.batch, step=0))
         store.release()
-    forward, both = ((taken[5][call] - taken[1][call]) / 4 for call in (0, 1))
+    forward, both, token = ((taken[5][call] - taken[1][call]) / 4 for call in (0, 1, 2))
     return {
         "layer_forward_s": forward,
         "layer_backward_s": max(0.0, both - forward),
         "micro_batch_s": max(0.0, taken[1][0] - forward),
-        "token_s": max(0.0, taken[1][2] - taken[1][0]),
+        "layer_token_s": token,
+        "token_s": max(0.0, taken[1][2] - token),
     }
 
 

@@ -92,8 +92,10 @@ class Hardware:
     layer_backward_s: float
     micro_batch_s: float
     """Of a micro-batch, beside its layers."""
+    layer_token_s: float
+    """Of a layer, for one token of all responses."""
     token_s: float
-    """Of a token of all responses, beside the layers."""
+    """Of such a token, beside the layers."""
     asynchronous: bool
     """Operators start while earlier ones still run."""
     host_bytes: int
@@ -129,6 +131,7 @@ def _gpu(
         adam=Curve.of_rate(0.85 * memory * 1e12 / ADAM_BYTES),
         **{f"layer_{way}_s": _KERNELS[way] * _LAUNCH_S for way in ("forward", "backward")},
         micro_batch_s=_KERNELS["micro_batch"] * _LAUNCH_S,
+        layer_token_s=_KERNELS["forward"] * _LAUNCH_S,
         token_s=2 * _KERNELS["micro_batch"] * _LAUNCH_S,
         asynchronous=True,
         host_bytes=_HOST_BYTES,
@@ -176,6 +179,6 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     )  # fmt: skip
 
 
-CALIBRATED_FACTS = ("memory_bytes", "layer_forward_s", "layer_backward_s", "micro_batch_s", "token_s")
+CALIBRATED_FACTS = ("memory_bytes", "layer_forward_s", "layer_backward_s", "micro_batch_s", "layer_token_s", "token_s")
 CALIBRATED = ("matmul", "attention", "attention_backward", "attention_read", "memory", "link", "adam")
 """Curves of a rates file. attention_backward counts the operations of a forward times ATTENTION_BACKWARD."""

@@ -72,7 +72,7 @@ class _Calls:
         rows = self.prompts * -(-rollout.group_size // shape.cp)
         keys = (rollout.max_prompt_length or 1) + rollout.max_response_length / 2
         cost = self._one(_Pass(Rows(1, rows), keys, 1, head=True))
-        cost["idle"] += self.hardware.token_s
+        cost["idle"] = self._waiting(cost, shape.layers * self.hardware.layer_token_s + self.hardware.token_s)
         return self._scaled(cost, rollout.max_response_length * self.batches * shape.pp)
 
     def score(self) -> Counter[str]:
@@ -152,9 +152,13 @@ class _Calls:
             cost["communication"] += self._curve(shape.world_size).seconds(layer.stream) * (1 + work.backward)
         cost["host"] = max(0.0, self._host(work) - cost["attention"])
         of_layer = work.forwards * self.hardware.layer_forward_s + work.backward * self.hardware.layer_backward_s
-        started = shape.layers * of_layer + self.hardware.micro_batch_s
-        cost["idle"] = max(0.0, started - cost.total()) if self.hardware.asynchronous else started
+        cost["idle"] = self._waiting(cost, shape.layers * of_layer + self.hardware.micro_batch_s)
         return cost
+
+    def _waiting(self, cost: Counter[str], started_s: float) -> float:
+        """Seconds that starting operators adds to what they take."""
+        running = cost.total() - cost["idle"]
+        return max(0.0, started_s - running) if self.hardware.asynchronous else started_s
 
     def _matmul(self, work: _Pass) -> float:
         """Products of one layer; a backward makes two of each, or one where the weight is not trained."""
