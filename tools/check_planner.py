@@ -5,7 +5,7 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which the cases take turns. The processor ratio is to what of them this process computed,
+over --repeats steps, in which the cases of one rank take turns. The processor ratio is to what of them this process computed,
 which a busy machine disturbs less (with one rank and one thread the two are the same on an idle one).
 """
 from __future__ import annotations
@@ -205,7 +205,12 @@ def main() -> int:
         if unknown:
             parser.error(f"got --case {unknown[0]!r}, need one of {'; '.join(cases)} on {ranks} ranks")
         cases = {name: cases[name] for name in args.case}
-    rows = check_seconds(cases, args.rates, args.repeats) if args.rates else check_bytes(cases)
+    if args.rates is None:
+        rows = check_bytes(cases)
+    elif ranks == 1:
+        rows = check_seconds(cases, args.rates, args.repeats)
+    else:  # a layout's process groups end where the next one's begin
+        rows = [row for name in cases for row in check_seconds({name: cases[name]}, args.rates, args.repeats)]
     if int(os.environ.get("RANK", "0")):
         return 0
     if args.json:
