@@ -5,7 +5,7 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which the cases of one rank take turns. The processor ratio is to what of them this process computed,
+over --repeats steps, in which the cases of one rank take turns. The processor ratio is to what this process computed,
 which a busy machine disturbs less (with one rank and one thread the two are the same on an idle one).
 """
 from __future__ import annotations
