@@ -231,11 +231,15 @@ def calibrate(dtype: torch.dtype) -> dict:
     }
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="the rates, as JSON")
     parser.add_argument("--bf16", action="store_true", help="of bfloat16 instead of float32")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    args = parse()
     start = time.perf_counter()
     rates = calibrate(torch.bfloat16 if args.bf16 else torch.float32)
     args.file.write_text(json.dumps(rates, indent=1) + "\n")

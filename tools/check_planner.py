@@ -211,13 +211,14 @@ def check_seconds(cases: dict[str, dict], rates: str, repeats: int) -> list[dict
     return rows
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> tuple[dict[str, dict], argparse.Namespace]:
+    """Also the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", metavar="FILE", help="compare seconds, with what tools/calibrate.py wrote")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps per case (default: 3)")
     parser.add_argument("--case", action="append", metavar="NAME", help="only this one; repeatable")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     cases = {name: o for name, o in (SECONDS if args.rates else BYTES).items() if world_size_of(o) == ranks}
     if args.case:
@@ -225,9 +226,14 @@ def main() -> int:
         if unknown:
             parser.error(f"got --case {unknown[0]!r}, need one of {'; '.join(cases)} on {ranks} ranks")
         cases = {name: cases[name] for name in args.case}
+    return cases, args
+
+
+def main() -> int:
+    cases, args = parse()
     if args.rates is None:
         rows = check_bytes(cases)
-    elif ranks == 1:
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
         rows = check_seconds(cases, args.rates, args.repeats)
     else:  # a layout's process groups end where the next one's begin
         rows = [row for name in cases for row in check_seconds({name: cases[name]}, args.rates, args.repeats)]

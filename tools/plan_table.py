@@ -95,10 +95,14 @@ def row(name: str, hardware: Hardware) -> str:
     return " | ".join([f"| {name}", *cells]) + " |"
 
 
-def main() -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hardware", choices=tuple(HARDWARE), default="h20-96", help="default: h20-96")
-    hardware = HARDWARE[parser.parse_args().hardware]
+    return parser.parse_args(argv)
+
+
+def main() -> int:
+    hardware = HARDWARE[parse().hardware]
     print(f"| {WORLD_SIZE} x {hardware.name} | {' | '.join(MODES)} | full sequences |")
     print("|---" * (len(MODES) + 2) + "|")
     for name in NAMES:
