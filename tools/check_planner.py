@@ -79,7 +79,9 @@ BYTES = {
     "one layer": dict(num_layers=1, max_prompt_length=1025),
     "two layers": dict(num_layers=2, prefix_chunk_tokens=256, qk_layernorm=True),
     "fp8 K, V": dict(prefix_kv_dtype="fp8", prefix_grad_dtype="bf16", max_prompt_length=1025),
-    "fp8 K, V, bf16, small blocks": dict(prefix_kv_dtype="fp8", bf16=True, max_prompt_length=2049, prefix_block_tokens=256),
+    "fp8 K, V, bf16, small blocks": dict(
+        prefix_kv_dtype="fp8", bf16=True, max_prompt_length=2049, prefix_block_tokens=256
+    ),
     "host": dict(prefix_kv_tier="host", prefix_out_tier="host", max_prompt_length=1025),
     "host, a layer on the device, recompute": dict(
         prefix_kv_tier="host",

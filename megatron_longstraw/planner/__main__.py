@@ -16,6 +16,7 @@ from typing import Iterator, Sequence
 
 from megatron_longstraw.config import ConfigError, check, parse_args
 from megatron_longstraw.planner.bytes import GIB, RankBytes, fullest_stage
+from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.planner.hardware import NAMES, Hardware, hardware_of
 from megatron_longstraw.planner.plan import items, layout_name, lines, plan_of_shape
 from megatron_longstraw.planner.seconds import KINDS, step_seconds
@@ -46,10 +47,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[Shape, Hardware, argparse.
     if args.model is not None:
         model, linear = PLANNED_MODELS[args.model]
         config = dataclasses.replace(config, model=model)
-    shape = shape_of(config, args.world_size)
+    check(config, args.world_size)
+    shape = shape_of(with_chunk_tokens(config, args.world_size), args.world_size)
     shape = shape.changed(adapter_rank=args.adapter_rank, adapter_scope=args.adapter_scope)
     shape = dataclasses.replace(shape, linear=linear if args.model is not None else None)
-    check(shape.config, args.world_size)
     if args.solve in ("group", "gpus", "layout") and config.rollout.max_prompt_length is None:
         raise ConfigError([f"got --solve {args.solve} for prompts of any length; need --max-prompt-length"])
     return shape, hardware_of(args.hardware, args.rates), args

@@ -298,7 +298,7 @@ class Layer:
         tape.free("d_q.all", "d_q.wide", "d_kv.own")
 
     def _seed(self, tape: Tape) -> None:
-        """What readers sent to a chunk's rows, where it is not in the store as it is added: from the host, and widened."""
+        """Copies of what readers sent to a chunk's rows: from the host, and widened."""
         copies = self.shape.kv_grad_bytes * (self.shape.kv_tier == "host")
         copies += FLOAT32 * (self.shape.kv_grad_bytes < FLOAT32)
         if self.rows.chunk and copies:

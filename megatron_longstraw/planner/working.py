@@ -73,8 +73,8 @@ class _MicroBatch:
 
     def under_autograd(self, name: str, gradients: float = 0.0, appearing: float = 0.0) -> list[Moment]:
         """Where peaks are: in the head and in the top layer's backward all layers are kept, at the bottom of the stack
-        all dK, dV have appeared. `gradients`: of dK, dV in the end; `appearing`: with each layer's backward, 0 where all
-        are there from the start."""
+        all dK, dV have appeared. `gradients`: of dK, dV in the end; `appearing`: with each layer's backward, 0 where
+        all are there from the start."""
         of_layer, top_layer = self._layer_under_autograd(appearing)
         kept, below_top = self._kept(of_layer)
         others = self.others_in_flight * (kept + self._top().alive_bytes)

@@ -238,6 +238,42 @@ def test_every_question_has_an_answer_in_words(solve, capsys):
     assert capsys.readouterr().out
 
 
+def test_bytes_choose_the_chunk_and_storage_flags_are_planned():
+    flags = [*FLAGS, "--prefix-activation-bytes", "4M", "--prefix-kv-dtype", "fp8", "--prefix-kv-tier", "host"]
+    chosen, _, _ = parse([*flags, "--prefix-device-bytes", "0", "--prefix-grad-dtype", "bf16"])
+    assert chosen.config.prefix.prefix_activation_bytes is None
+    assert chosen.config.prefix.prefix_chunk_tokens == 128
+    assert (chosen.kv_dtype, chosen.kv_grad_dtype, chosen.kv_tier, chosen.device_bytes) == ("fp8", "bf16", "host", 0)
+
+
+def test_copies_to_the_host_are_of_what_lies_there():
+    """Whole layers: with room for K, V of half of them, half of that and all dK, dV pass by."""
+    planned = shape(own=dict(kv_tier="host"))
+    link = dataclasses.replace(H20, host=Curve.of_rate(1.0))  # so slow that attention hides nothing to speak of
+    found = bytes_of_shape(planned)
+    half, room = planned.changed(device_bytes=(found.host_capture) // 2), found.host
+    everything = step_seconds(planned, link)["capture"]["host"]
+    assert everything > 0 and step_seconds(half, link)["capture"]["host"] == pytest.approx(everything / 2, rel=1e-3)
+    assert step_seconds(planned.changed(device_bytes=room), link)["replay"]["host"] == 0
+
+
+@pytest.mark.parametrize(("backend", "share"), [("auto", 1 / 2), ("emulated", 1)])
+def test_only_fp8_kernels_are_faster(backend, share):
+    seconds = step_seconds(shape(fp8_prefix="tensorwise", fp8_backend=backend), H20)["capture"]["matmul"]
+    assert seconds == pytest.approx(share * step_seconds(shape(), H20)["capture"]["matmul"])
+
+
+def test_the_last_layer_of_a_prompt_pass_is_short():
+    """Of one layer alone: no attention, no MLP, nothing kept of it but K, V."""
+    one, two = (shape(num_layers=layers) for layers in (1, 2))
+    assert bytes_of_shape(one).prefix_attention == 0 < bytes_of_shape(two).prefix_attention
+    costs = [step_seconds(planned, H20) for planned in (one, two)]
+    for call in ("capture", "prefix_backward"):
+        assert costs[0][call]["attention"] == 0 < costs[1][call]["attention"]
+        assert costs[0][call]["matmul"] < 0.3 * costs[1][call]["matmul"]
+    assert costs[0]["replay"]["attention"] == pytest.approx(costs[1]["replay"]["attention"] / 2)
+
+
 def test_a_model_that_only_the_planner_knows():
     flags = "--model qwen3.6-27b --adapter-rank 16 --context-parallel-size 8 --world-size 8"
     planned, _, _ = parse(flags.split())
