@@ -9,5 +9,6 @@
     seconds.py     seconds of a step, by call
     solve.py       longest contexts, single choices, layouts
     plan.py        the plan of a run as text: layout, tokens, bytes, padded vocabulary, timeouts
+    chunks.py      how long a prompt chunk may be
     __main__.py    the command line
 """
