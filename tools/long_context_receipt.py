@@ -185,7 +185,7 @@ class Receipt:
             "peak_bytes": {str(size): peak for size, peak in peaks.items()},
             "added_by_larger_group": large / small - 1,
             "planned_bytes": stored + state + planned.activations,
-            "planned": dataclasses.asdict(planned),
+            "planned": vars(planned) | {"fullest": {planned.fullest.name: dict(planned.fullest.kinds)}},
         }
 
     def received_bytes_per_chunk_and_layer(self, store: PrefixStore) -> dict[str, float]:

@@ -39,9 +39,10 @@ def test_replayed_work_grows_with_the_group_and_captured_work_does_not(tmp_path)
     work = {name: phase["work"] for name, phase in json.loads(path.read_text())["phases"].items()}
     for name in ("matmul_flops", "attention_pairs", "attention_backward_pairs"):
         assert work["replay_8"][name] == 4 * work["replay_2"][name] > 0
-    # The prompt is run once for both: its own causal pairs, in two layers, shared by two ranks.
-    tokens, layers, ranks = 700 - 12 - 1, 2, 2
-    assert work["capture"]["attention_pairs"] >= layers * tokens * (tokens + 1) // 2 // ranks
+    # The prompt is run once for both: its own causal pairs, in the first of two layers, shared by two ranks.
+    tokens, ranks = 700 - 12 - 1, 2
+    pairs = tokens * (tokens + 1) // 2 // ranks
+    assert pairs <= work["capture"]["attention_pairs"] < 2 * pairs
 
 
 def test_a_frozen_capture_goes_on_from_its_files(tmp_path):

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import bench_step
+import calibrate
 import check_gradients
+import check_planner
 import config_reference
 import convert_hf
 import fp8_error
 import long_context_receipt
+import plan_table
 import pytest
 import report
 import submit_slurm
@@ -24,6 +27,7 @@ import validate_data
 
 from megatron_longstraw import doctor, launch, train
 from megatron_longstraw.config import check, parse_args
+from megatron_longstraw.planner import __main__ as planner
 from tests.checkouts import environment, make_checkout
 from tests.doc_pages import PAGES, ROOT, blocks, files
 from tests.hf_models import make_whole_folder
@@ -136,6 +140,9 @@ class Typed:
         if args.training_script == "tools/check_gradients.py":
             check(check_gradients.parse(flags)[0], world_size)
             return
+        if args.training_script == "tools/check_planner.py":
+            check_planner.parse(flags)
+            return
         if args.training_script == "tools/long_context_receipt.py":
             long_context_receipt.parse(flags, world_size)
             return
@@ -186,6 +193,8 @@ class Typed:
         match words:
             case ["python", "-m", "megatron_longstraw.doctor"]:
                 self.tool(lambda _: doctor.main(), [], "training can run")
+            case ["python", "-m", "megatron_longstraw.planner", *flags]:
+                self.tool(planner.main, flags, "fit|s a step")
             case ["python", "-m", "megatron_longstraw.train", *flags]:
                 self.train(flags)
             case ["python", "tools/validate_data.py", *argv]:
@@ -200,6 +209,8 @@ class Typed:
                 self.convert(argv)
             case ["python", "tools/bench_step.py", *argv]:
                 bench_step.parse(argv)
+            case ["python", "tools/calibrate.py" | "tools/check_planner.py" | "tools/plan_table.py" as tool, *argv]:
+                {"calibrate": calibrate, "check_planner": check_planner, "plan_table": plan_table}[Path(tool).stem].parse(argv)
             case ["python", "tools/fp8_error.py", *argv]:
                 fp8_error.parse(argv)
             case ["torchrun", *argv]:

@@ -44,6 +44,7 @@ FOREIGN = {
     "launch": {"--dry-run", "--world-size", "--master-addr", "--master-port"},
     "tools": {"--response-tokens", "--prompt-tokens", "--schedules", "--repeats", "--group-size", "--hf", "--hf-origin"}
     | {"--tokenizer", "--write", "--check", "--signal-minutes", "--container-image", "--container-mounts"}
+    | {"--hardware", "--rates", "--solve", "--model", "--adapter-rank", "--adapter-scope"}
     | {"--text", "--response-lengths", "--shares-only", "--positions", "--state", "--plots"},
 }
 """Flags of other programs, by whose they are. Those of commands are held against their parsers in test_doc_commands.py."""

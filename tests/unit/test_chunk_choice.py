@@ -4,7 +4,7 @@ import pytest
 from megatron_longstraw.config import ConfigError, load_config, to_toml
 from megatron_longstraw.launch import start
 from megatron_longstraw.mcore.policy import Policy
-from megatron_longstraw.planner.bytes import bytes_of_rank
+from megatron_longstraw.planner.bytes import activation_bytes
 from megatron_longstraw.planner.chunks import with_chunk_tokens
 
 BASE = dict(num_layers=4, hidden_size=256, vocab_size=1000, max_prompt_length=2**20, group_size=2, max_response_length=8)
@@ -16,10 +16,10 @@ def config_of(num_bytes, **options):
 
 
 def needed(tokens, world_size=1, **options):
-    """Estimated activations of a chunk of that many tokens, on the fullest stage."""
+    """Estimated activations of the fullest micro-batch with chunks of that many tokens, on the fullest stage."""
     config = load_config(overrides=BASE | options | dict(prefix_chunk_tokens=tokens)).resolve()
     stages = range(config.parallel.pipeline_model_parallel_size)
-    return max(bytes_of_rank(config, world_size, stage).activations for stage in stages)
+    return max(activation_bytes(config, world_size, stage) for stage in stages)
 
 
 @pytest.mark.parametrize("tokens", [128, 256, 4096, 2**20])

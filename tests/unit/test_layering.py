@@ -156,7 +156,7 @@ def test_tools_that_read_what_others_made_do_not_run_it():
 def test_config_planner_and_launch_load_without_torch():
     """The planner, --help and config errors must answer at once, on machines without torch too."""
     code = (
-        f"import sys, {NAME}.config, {NAME}.types, {NAME}.planner.plan, {NAME}.launch, {NAME}.doctor\n"
+        f"import sys, {NAME}.config, {NAME}.types, {NAME}.planner.__main__, {NAME}.launch, {NAME}.doctor\n"
         "heavy = {'torch', 'megatron', 'transformers'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

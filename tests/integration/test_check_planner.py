@@ -1,0 +1,30 @@
+"""The tools that measure a machine for the planner and hold its seconds against steps."""
+import json
+
+import pytest
+import torch
+
+import calibrate
+from check_planner import check_seconds
+from megatron_longstraw.planner.hardware import CALIBRATED, hardware_of
+
+TINY = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, vocab_size=100, max_prompt_length=33, max_response_length=4)
+
+
+def test_seconds_are_compared_call_by_call_with_the_rates_of_this_machine(monkeypatch, tmp_path):
+    monkeypatch.setattr(calibrate, "BUDGET_S", 0.0)
+    file = tmp_path / "cpu.json"
+    file.write_text(json.dumps(calibrate.calibrate(torch.float32)))
+    hardware = hardware_of("cpu", str(file))
+    for name in CALIBRATED:
+        assert 0 < getattr(hardware, name).seconds(1e6) < getattr(hardware, name).seconds(1e8)
+    rows = check_seconds({"tiny": TINY}, str(file), repeats=1)
+    assert [row["call"] for row in rows] == ["capture", "rollout", "replay", "prefix_backward", "optimizer", "all"]
+    assert all(row["planned"] > 0 and row["measured"] > 0 for row in rows)
+    *calls, total = rows
+    for column in ("planned", "measured"):
+        assert total[column] == pytest.approx(sum(row[column] for row in calls))
+
+
+def test_points_only_grow():
+    assert calibrate.growing([(4, 2.0), (1, 1.0), (2, 3.0), (8, 4.0)]) == [(1, 1.0), (2, 3.0), (8, 4.0)]
