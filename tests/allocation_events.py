@@ -1,11 +1,22 @@
 """Which allocations of a step belong to the prefix state, and which do not."""
 from __future__ import annotations
 
+from typing import Iterator
+
 import torch
 from torch.utils._pytree import tree_leaves
 
 from allocation_tracker import Allocation, AllocationTracker
+from megatron_longstraw.prefix.storage import DeviceMemory, HostMemory
 from megatron_longstraw.prefix.store import PrefixStore
+
+
+def _tensors_of(tree) -> Iterator[torch.Tensor]:
+    for leaf in tree_leaves(tree):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif isinstance(leaf, (DeviceMemory, HostMemory)):
+            yield from _tensors_of(leaf.planes)
 
 
 class AllocationEvents(AllocationTracker):
@@ -38,8 +49,7 @@ class AllocationEvents(AllocationTracker):
     def mark_state(self, store: PrefixStore) -> None:
         """What the store holds now is the prefix state's."""
         for state in store.layers.values():
-            tensors = (leaf for leaf in tree_leaves(vars(state)) if isinstance(leaf, torch.Tensor))
-            self._of_state |= {self._numbers[tensor.untyped_storage()._cdata] for tensor in tensors}
+            self._of_state |= {self._numbers[tensor.untyped_storage()._cdata] for tensor in _tensors_of(vars(state))}
 
     def largest_outside(self) -> dict[str, int]:
         """Bytes of each operator's largest allocation that is not the state's."""

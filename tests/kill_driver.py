@@ -162,9 +162,10 @@ class Driver:
         self.dying.acquire()  # the timer may come at the phase's very end
         Path(self.plan["told"]).write_text(json.dumps({"step": self.step, "at": time.time()}))
         if self.plan["who"] == "job":
-            for pid in processes(Path.cwd()):
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass  # ended with its parent
+            while others := processes(Path.cwd()):  # one of them may just have started another
+                for pid in others:
+                    try:
+                        os.kill(pid, signal.SIGKILL)
+                    except ProcessLookupError:
+                        pass  # ended with its parent
         os.kill(os.getpid(), signal.SIGKILL)

@@ -35,7 +35,8 @@ def train(rank: int, steps: int, options: dict, reward=noisy_score) -> dict:
     config = load_config(overrides=options).resolve()
     layout = parallel.initialize(config)
     start = find_start(config.checkpoint)
-    torch.manual_seed(7 + rank)
+    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
+        seed_generator(7 + rank)
     policy = Policy(config, layout, checkpoint=start.checkpoint)
     optimizer = PolicyOptimizer(policy)
     state = TrainingState(policy, optimizer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from pathlib import Path
 
 import orjson
@@ -72,6 +73,7 @@ class TensorBoard:
     def __init__(self, folder: Path, config: Config, first_step: int):
         from torch.utils.tensorboard import SummaryWriter  # takes seconds to load; only the rank that writes needs it
 
+        _wait_for_a_later_second(folder)
         # purge_step: what an earlier run left in the folder, from this step on, is not shown
         self._writer = SummaryWriter(str(folder), purge_step=first_step)
         self._writer.add_text("config", f"```toml\n{to_toml(config)}\n```", first_step)
@@ -83,6 +85,14 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def _wait_for_a_later_second(folder: Path) -> None:
+    """TensorBoard reads event files in the order of their names, which begin with the second they were made in: of two
+    from one second the later one might be read first, and what it purges would come after."""
+    made = [int(path.name.split(".")[3]) for path in folder.glob("events.out.tfevents.*")]
+    while made and time.time() < max(made) + 1:
+        time.sleep(0.05)
 
 
 class WandB:

@@ -25,6 +25,7 @@ CASES = {
         "MLP in blocks": dict(prefix_mlp_block_tokens=8),
         "graph of one chunk": dict(prefix_graph_bytes=250_000),
         "experts, all of them": dict(num_experts=4, moe_router_topk=4, moe_ffn_hidden_size=24),
+        "fp8 in host memory": dict(prefix_kv_dtype="fp8", prefix_kv_tier="host", prefix_out_tier="host"),
         "yarn": dict(position_embedding_type="yarn", yarn_original_max_position_embeddings=64),
     },
     2: {"context parallel": dict(context_parallel_size=2)},
