@@ -1,6 +1,7 @@
 """Process groups: Megatron-Core's own, made once and handed around explicitly."""
 from __future__ import annotations
 
+import gc
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -102,10 +103,14 @@ def leave() -> None:
 def _leave_groups() -> None:
     """Close the groups of an earlier layout in this process. Megatron only forgets them
     (parallel_state.destroy_model_parallel), and every open gloo group keeps threads polling."""
-    for group in parallel_state._global_process_group_list or []:
+    if not parallel_state._global_process_group_list:
+        return
+    for group in parallel_state._global_process_group_list:
         if group is not None:  # None stands for the default group, which stays
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
+    # A group's sockets close with its last reference, which may sit in a cycle, as behind a caught exception.
+    gc.collect()
 
 
 def _device() -> torch.device:

@@ -15,6 +15,7 @@ from megatron_longstraw.config import ConfigError, load_config
 from megatron_longstraw.convert.safetensors_files import TensorFilesWriter
 from megatron_longstraw.disk import DiskError
 from megatron_longstraw.mcore.checkpoint_folder import candidates
+from megatron_longstraw.mcore.optimizer import PolicyOptimizer
 from megatron_longstraw.mcore.training_state import CheckpointError
 from tests.helpers import TINY, random_groups
 from tests.hf_models import make_folder
@@ -28,7 +29,7 @@ FULL, READ_ONLY, GONE = "No space left on device", "Read-only file system", "No 
 
 
 class Accident:
-    """What happens in a step, before its prompts are captured or when its responses are scored."""
+    """What happens in a step: before its prompts are captured, when its responses are scored, or after its update."""
 
     def __init__(self):
         self.step, self.when, self.what = -1, "", lambda: None
@@ -68,8 +69,16 @@ def reward(data_source, solution_str, ground_truth, extra_info):
 
 
 @pytest.fixture(autouse=True)
-def no_accident():
+def no_accident(monkeypatch):
     accident.at(-1, "", None)
+    update = PolicyOptimizer.step
+
+    def step(optimizer):
+        result = update(optimizer)
+        accident.happens(accident.now, "update")
+        return result
+
+    monkeypatch.setattr(PolicyOptimizer, "step", step)
 
 
 def mount(*arguments):
@@ -146,7 +155,7 @@ def one_line(error):
 @pytest.mark.parametrize("how", [FULL, READ_ONLY, GONE])
 def test_checkpoints_on_a_disk_that_fails(how, async_save, disk, straight, tmp_path):
     """Noticed when the checkpoint of step 2 is written; the one before it is whole, and a run goes on from it."""
-    accident.at(1, "reward", lambda: break_disk(how, disk))
+    accident.at(1, "update", lambda: break_disk(how, disk))
     options = dict(save=str(disk / "save"), async_save=async_save)
     with pytest.raises(CheckpointError) as failed:
         run(tmp_path, **options)
