@@ -35,8 +35,7 @@ def train(rank: int, steps: int, options: dict, reward=noisy_score) -> dict:
     config = load_config(overrides=options).resolve()
     layout = parallel.initialize(config)
     start = find_start(config.checkpoint)
-    for seed_generator in (random.seed, np.random.seed, torch.manual_seed):
-        seed_generator(7 + rank)
+    seed_generators(7 + rank)
     policy = Policy(config, layout, checkpoint=start.checkpoint)
     optimizer = PolicyOptimizer(policy)
     state = TrainingState(policy, optimizer)
@@ -53,6 +52,11 @@ def train(rank: int, steps: int, options: dict, reward=noisy_score) -> dict:
         state.save(progress)
         state.finish_writing()
     return {"history": history, "weights": fingerprints(policy), "notes": start.notes, "steps": progress.steps}
+
+
+def seed_generators(seed: int) -> None:
+    for seed_one in (random.seed, np.random.seed, torch.manual_seed):
+        seed_one(seed)
 
 
 def random_states() -> str:

@@ -35,7 +35,7 @@ from allocation_tracker import AllocationTracker
 from capture_files import CaptureFiles
 from work_counter import Work, WorkCounter
 
-from megatron_longstraw.config import Config, ConfigError, parse_args
+from megatron_longstraw.config import Config, ConfigError, parse_args, positive_int
 from megatron_longstraw.mcore import parallel
 from megatron_longstraw.mcore.calls import Table, capture, capture_chunks, open_store, prefix_backward, replay, score
 from megatron_longstraw.mcore.packing import PromptBatch
@@ -65,7 +65,7 @@ GROUP_SIZES = (2, 8)
 def parse(argv: list[str] | None, world_size: int) -> tuple[Config, argparse.Namespace]:
     """Raises ConfigError also for layouts in which ranks do not all share the prompt."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=131072, help="tokens of the prompt and one response")
+    parser.add_argument("--positions", type=positive_int, default=131072, help="tokens of the prompt and one response")
     parser.add_argument("--step", type=float, default=1e-2, help="length of the finite-difference step in the weights")
     parser.add_argument("--no-check", action="store_true", help="leave the finite differences out")
     parser.add_argument("--state", type=Path, help="folder for the capture as it goes (frozen only)")

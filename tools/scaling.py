@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from long_context_receipt import DEFAULTS
 
+from megatron_longstraw.config import positive_int
+
 CHUNK_TOKENS = 2048
 SHORTEST = 4096
 PASSES = ("capture", "replay_8", "prefix_backward")
@@ -66,24 +68,27 @@ def row(measured: dict) -> dict:
 
 
 def longest_contexts(ranks: list[int], positions: int) -> list[dict]:
-    """Bytes grow by a constant per token, so two lengths tell the longest that fits; it is measured as well."""
-    budget, rows = 0, []
-    for count in ranks:
-        if not rows:
-            rows.append(receipt(count, positions))
-            budget = rows[0]["bytes_per_rank"]
-            continue
-        share = count // ranks[0]
-        short, longer = receipt(count, share * positions // 4), receipt(count, share * positions // 2)
+    """Measured rows, by number of ranks; the first has `positions`, and its bytes per rank are the limit of all."""
+    rows = [receipt(ranks[0], positions)]
+    for count in ranks[1:]:
+        rows.append(_longest_context(count, count * positions // ranks[0], rows[0]["bytes_per_rank"]))
+    for measured in rows:
+        measured["of_linear"] = measured["positions"] * ranks[0] / (measured["ranks"] * positions)
+    return rows
+
+
+def _longest_context(ranks: int, about: int, budget: int) -> dict:
+    """Bytes grow steadily with the context, so two lengths tell a third that should just fit; if it does not, it tells
+    a better one."""
+    short, longer = receipt(ranks, about // 4), receipt(ranks, about // 2)
+    while True:
         slope = (longer["bytes_per_rank"] - short["bytes_per_rank"]) / (longer["positions"] - short["positions"])
         fits = int(longer["positions"] + (budget - longer["bytes_per_rank"]) / slope)
         # Whole chunks, the last of which is not cut short.
-        rows.append(receipt(count, fits - (fits - DEFAULTS["max_response_length"] - 1) % CHUNK_TOKENS))
-    for measured in rows:
-        linear = measured["ranks"] / rows[0]["ranks"] * rows[0]["positions"]
-        measured["of_linear"] = measured["positions"] / linear
-        assert measured["bytes_per_rank"] <= budget, f"{measured} is over the {budget} bytes of one rank"
-    return rows
+        found = receipt(ranks, fits - (fits - DEFAULTS["max_response_length"] - 1) % CHUNK_TOKENS)
+        if found["bytes_per_rank"] <= budget:
+            return found
+        short, longer = longer, found
 
 
 def plot(result: dict, folder: Path) -> None:
@@ -114,7 +119,7 @@ def plot(result: dict, folder: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--positions", type=int, default=16384, help="tokens of the prompt and one response")
+    parser.add_argument("--positions", type=positive_int, default=16384, help="tokens of the prompt and one response")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plots", type=Path, help="folder for scaling.png (needs the extra: logging)")

@@ -19,6 +19,8 @@ from typing import Any, Callable, Collection
 import numpy as np
 import torch
 
+from megatron_longstraw.config import positive_int
+
 NEGLIGIBLE = 1e-6
 """A parameter whose reference gradient is under this share of the whole is judged against the whole."""
 
@@ -33,19 +35,12 @@ def bench_parser(description: str, prompt_tokens: int, what: str, known: Collect
         return chosen
 
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--prompt-tokens", type=_positive, default=prompt_tokens, metavar="P")
-    parser.add_argument("--response-tokens", type=_positive, default=64, metavar="R", help="tokens of every response")
+    parser.add_argument("--prompt-tokens", type=positive_int, default=prompt_tokens, metavar="P")
+    parser.add_argument("--response-tokens", type=positive_int, default=64, metavar="R", help="tokens of every response")
     parser.add_argument(f"--{what}s", type=names, default=list(known), help=f"of {','.join(known)}")
-    parser.add_argument("--repeats", type=_positive, default=2, help=f"timed steps per {what}")
+    parser.add_argument("--repeats", type=positive_int, default=2, help=f"timed steps per {what}")
     parser.add_argument("--json", metavar="FILE", help="write one JSON object ('-': to stdout) instead of a table")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
-    return number
 
 
 def serve(connection, build: Callable, *args) -> None:

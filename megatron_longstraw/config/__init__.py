@@ -13,6 +13,7 @@ from megatron_longstraw.config.parsing import (
     load_config,
     load_toml,
     parse_args,
+    positive_int,
     to_toml,
 )
 from megatron_longstraw.config.rules import check, validate
@@ -59,6 +60,7 @@ __all__ = [
     "load_toml",
     "parse_args",
     "parse_bytes",
+    "positive_int",
     "to_toml",
     "validate",
 ]

@@ -105,6 +105,14 @@ def parse_args(
     return config if extra is None else (config, namespace)
 
 
+def positive_int(text: str) -> int:
+    """For flags of a tool's own (argparse's `type`)."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
+    return number
+
+
 def to_toml(config: Config) -> str:
     """The configuration as TOML text; `load_config` of it gives an equal one. Unset fields are comments."""
     lines = []

@@ -5,13 +5,11 @@ other. Prompts and sampled tokens are functions of the step, so the step's numbe
 """
 from __future__ import annotations
 
-import random
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
@@ -19,6 +17,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron_longstraw import random_states
 from megatron_longstraw.config import CheckpointConfig, ConfigError, changed_settings, load_toml, to_toml
 from megatron_longstraw.disk import cause, probe, writing
 from megatron_longstraw.mcore import checkpoint_folder, cpu_runtime
@@ -231,10 +230,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _random_states() -> list[dict[str, Any]]:
-    """Of Python, NumPy and torch, by rank. Training draws nothing from them; a user's reward function may."""
-    own = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    """By rank."""
     states: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(states, own)
+    dist.all_gather_object(states, random_states.get_states())
     return states
 
 
@@ -242,7 +240,4 @@ def _set_random_state(states: list[dict[str, Any]], notes: list[str]) -> None:
     if len(states) != dist.get_world_size():
         notes.append(f"saved by {len(states)} ranks, so the global random states of reward functions start anew")
         return
-    own = states[dist.get_rank()]
-    random.setstate(own["python"])
-    np.random.set_state(own["numpy"])
-    torch.set_rng_state(own["torch"])
+    random_states.set_states(states[dist.get_rank()])

@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Iterator, Sequence
 
-from megatron_longstraw.config import ConfigError, check, parse_args
+from megatron_longstraw.config import ConfigError, check, parse_args, positive_int
 from megatron_longstraw.planner.bytes import GIB, RankBytes, fullest_stage
 from megatron_longstraw.planner.chunks import with_chunk_tokens
 from megatron_longstraw.planner.hardware import NAMES, Hardware, hardware_of
@@ -64,22 +64,15 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s [--config FILE ...] [--FLAG VALUE ...]",
     )
     group = parser.add_argument_group("planner")
-    group.add_argument("--world-size", type=_positive, default=1, metavar="N", help="ranks to plan for (default: 1)")
+    group.add_argument("--world-size", type=positive_int, default=1, metavar="N", help="ranks to plan for (default: 1)")
     group.add_argument("--hardware", choices=NAMES, default="h20-96", help="what the ranks run on (default: h20-96)")
     group.add_argument("--rates", metavar="FILE", help="with --hardware cpu: what tools/calibrate.py measured")
     group.add_argument("--solve", choices=("context", "group", "gpus", "layout"), help="a limit, or the best layout")
     group.add_argument("--model", choices=tuple(PLANNED_MODELS), help="one that cannot be built yet")
-    group.add_argument("--adapter-rank", type=_positive, metavar="N", help="train low-rank adapters only")
+    group.add_argument("--adapter-rank", type=positive_int, metavar="N", help="train low-rank adapters only")
     group.add_argument("--adapter-scope", choices=("all", "responses"), default="all", help="default: all")
     group.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, need at least 1")
-    return number
 
 
 # -- answers -------------------------------------------------------------------------------------------------

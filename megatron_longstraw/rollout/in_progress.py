@@ -4,8 +4,8 @@
 
 A folder belongs to one step under one set of weights, layout, way of sampling and reward function; under another it is
 not found, and the groups are sampled again (each is keyed by what it is) and scored again. A group that is found is not
-scored again: a reward function that draws from a global random generator then draws less than in a run that was not
-killed.
+scored again; the global random generators, which a reward function may draw from, are then set to what they were after
+it was (9b2e....random.json).
 """
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_longstraw import random_states
 from megatron_longstraw.data.rollout_files import RolloutReader
 from megatron_longstraw.data.rollout_groups import format_group
 from megatron_longstraw.disk import writing
@@ -64,6 +65,8 @@ class FinishedGroups:
         paths = [self._path(group) for group in batch.groups]
         if not self._agree(all(path.exists() for path in paths)):
             return False
+        if self.policy.layout.is_cell_leader:  # which scores
+            random_states.set_states(random_states.from_json(_states_of(paths[-1]).read_text()))
         for group, path in zip(batch.groups, paths):
             (saved,) = RolloutReader(path, self.policy.config.data.max_row_bytes).prompts(step, 1)
             group.branches = saved.branches
@@ -73,12 +76,14 @@ class FinishedGroups:
         """Write the scored responses of a batch."""
         if batch is None or not self.policy.layout.is_cell_leader:
             return
+        states = random_states.to_json(random_states.get_states())
         for group in batch.groups:
             path = self._path(group)
             partial = path.with_suffix(".partial")
             with writing(self.root, "--save"):
+                _states_of(path).write_text(states)
                 partial.write_bytes(format_group(step, group))
-                os.replace(partial, path)
+                os.replace(partial, path)  # with it there, the states are whole too
 
     def _agree(self, found: bool) -> bool:
         """Ranks of a replica see one folder, but not all at the same moment."""
@@ -90,3 +95,7 @@ class FinishedGroups:
     def _path(self, group: PromptGroup) -> Path:
         name = hashlib.sha256(f"{group.group_id!r}/{prompt_digest(group.prompt_ids)}".encode()).hexdigest()[:32]
         return self.folder / f"{name}.jsonl"
+
+
+def _states_of(path: Path) -> Path:
+    return path.with_suffix(".random.json")

@@ -1,12 +1,16 @@
 """A run that stops and goes on is the run that never stopped."""
+import random
+
+import numpy as np
 import pytest
+import torch
 
 from megatron_longstraw.algorithm import RLStep
 from megatron_longstraw.rollout.in_progress import FinishedGroups
 from megatron_longstraw.rollout.scoring import Scorer
 from tests.distributed.launch import run_ranks
 from tests.helpers import random_groups, tiny_trainer
-from tests.training_runs import score, train
+from tests.training_runs import score, seed_generators, train
 
 LAYOUTS = {
     "1 rank": (1, {}),
@@ -87,13 +91,15 @@ def fail_and_go_on(rank: int, folder: str, options: dict):
         calls.append(solution_str)
         if len(solution_str) % 3 == 1:
             raise KeyError(solution_str)
-        return {"score": len(solution_str) % 4 or None, "first": ord(solution_str[0])}
+        noise = random.random() + np.random.rand() + torch.rand(()).item()
+        return {"score": len(solution_str) % 4 + noise if len(solution_str) % 4 else None, "first": ord(solution_str[0])}
 
     def step_with(kept):
         scorer = Scorer(reward, "skip", lambda ids: "".join(chr(97 + token) for token in ids if token % 3))
         return RLStep(policy, optimizer, scorer, finished=kept)
 
     def run(step):
+        seed_generators(5)  # as a checkpoint of the step's start does
         groups = random_groups(4, [30, 20, 25, 15], [])
         report = step.run(3, groups)
         return [[(b.reward, b.rewards) for b in group.branches] for group in report.groups], report.metrics.to_means()

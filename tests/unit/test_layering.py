@@ -13,7 +13,7 @@ import pytest
 NAME = "megatron_longstraw"
 PACKAGE = Path(__file__).parents[2] / NAME
 
-BASE = ("config", "types", "metering", "interruption", "watchdog", "user_errors", "agent", "disk")
+BASE = ("config", "types", "metering", "interruption", "watchdog", "user_errors", "agent", "disk", "random_states")
 """Import nothing of the package."""
 SPINE = (
     "attention", "context_parallel", "prefix", "mcore", "rollout", "gradients", "algorithm", "nonfinite", "sources", "api", "train",
