@@ -109,11 +109,13 @@ def test_an_ended_phase_is_gone():
 def terminal():
     """(stream to write to, what was written so far)"""
     leader, follower = pty.openpty()
+    poll = select.poll()
+    poll.register(leader, select.POLLIN)
 
     def written():
         stream.flush()
         data = b""
-        while select.select([leader], [], [], 0.2)[0]:  # a terminal hands out a few thousand bytes at a time
+        while poll.poll(200):  # a terminal hands out a few thousand bytes at a time
             data += os.read(leader, 1 << 16)
         return data.decode()
 
