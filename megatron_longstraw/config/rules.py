@@ -299,6 +299,17 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         yield problem(f"min_lr {optimizer.min_lr} above lr {optimizer.lr}", "at most lr", "min_lr", "lr")
+    if optimizer.optimizer_cpu_offload and not (config.model.bf16 and config.parallel.use_distributed_optimizer):
+        # Megatron's HybridDeviceOptimizer does not follow the master weights that its other optimizers make
+        # (optimizer.py:640-700), and looks for one of every float32 weight (hybrid_optimizer.py:384).
+        yield problem(
+            f"optimizer_cpu_offload with bf16 {config.model.bf16}, "
+            f"use_distributed_optimizer {config.parallel.use_distributed_optimizer}",
+            "both",
+            "optimizer_cpu_offload",
+            "bf16",
+            "use_distributed_optimizer",
+        )
 
 
 def _checkpoint_problems(config: Config) -> Iterator[str]:

@@ -399,6 +399,9 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "decay of the squared gradient average", minimum=0.0, below=1.0)
     adam_eps: float = option(1e-8, "added to Adam's denominator", above=0.0)
     clip_grad: float = option(1.0, "largest norm of the gradient; 0: not clipped", minimum=0.0)
+    optimizer_cpu_offload: bool = option(
+        False, "keep master weights and averages in host memory and update there; with bf16, use_distributed_optimizer"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -113,10 +113,44 @@ class _CudaTensorMethods(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def tensor_scope():
+class _DeviceAndHost(_CudaTensorMethods):
+    """A device and a host for Megatron's HybridDeviceOptimizer (optimizer/cpu_offloading/hybrid_optimizer.py:250-296),
+    which copies to the host only what is on CUDA: every tensor answers that it is, except the copies made with
+    `.cpu()` and what is derived from them."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.is_cuda.__get__:
+            return not on_host(args[0])
+        if func is torch.Tensor.cpu:
+            return _mark_on_host(args[0].clone())
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs)
+        if func in (torch.Tensor.float, torch.Tensor.detach, torch.Tensor.clone) and on_host(args[0]):
+            _mark_on_host(result)
+        return result
+
+
+def on_host(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is in host memory while the weights are on the device (without CUDA: whether it stands for one)."""
+    return getattr(tensor, "is_host_copy", False) or torch.cuda.is_available() and not tensor.is_cuda
+
+
+def _mark_on_host(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.is_host_copy = True
+    return tensor
+
+
+def tensor_scope(host_copies: bool = False):
     """Context for building a model and for building, stepping, saving and loading an optimizer. Training calls
-    need no such scope and pay nothing for it."""
-    return contextlib.nullcontext() if torch.cuda.is_available() else _CudaTensorMethods()
+    need no such scope and pay nothing for it.
+
+    Args:
+        host_copies: tensors that `.cpu()` returns count as those of another memory than all others.
+    """
+    if torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return _DeviceAndHost() if host_copies else _CudaTensorMethods()
 
 
 def install() -> bool:

@@ -9,9 +9,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedBase
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron_longstraw.config import Config
 from megatron_longstraw.mcore import cpu_runtime
 from megatron_longstraw.mcore.parameters import named_shards
 from megatron_longstraw.mcore.policy import Policy
@@ -26,31 +28,21 @@ class StepResult:
 
 
 class PolicyOptimizer:
-    """AdamW with float32 master weights; clips by the global norm; counts one version of the weights per step."""
+    """AdamW with float32 master weights; clips by the global norm; counts one version of the weights per step.
+
+    With `optimizer_cpu_offload` master weights, averages and a float32 copy of the gradients are in host memory (16
+    bytes per parameter of this rank's share), and the update runs there: Megatron's HybridDeviceOptimizer, in the only
+    combination in which it keeps no master weights on the device (distributed and "precision aware")."""
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        options, config = policy.config.optimizer, policy.config
-        dtype = torch.bfloat16 if config.model.bf16 else torch.float32
+        options = policy.config.optimizer
+        self._scope = partial(cpu_runtime.tensor_scope, host_copies=options.optimizer_cpu_offload)
         cpu_runtime.install()
-        with cpu_runtime.tensor_scope():
-            self._optimizer = get_megatron_optimizer(
-                OptimizerConfig(
-                    optimizer="adam",
-                    lr=options.lr,
-                    min_lr=options.min_lr,
-                    weight_decay=options.weight_decay,
-                    adam_beta1=options.adam_beta1,
-                    adam_beta2=options.adam_beta2,
-                    adam_eps=options.adam_eps,
-                    clip_grad=options.clip_grad,
-                    bf16=config.model.bf16,
-                    params_dtype=dtype,
-                    use_distributed_optimizer=config.parallel.use_distributed_optimizer,
-                ),
-                policy.ddp,
-            )
-        self._prepare_state()
+        with self._scope():
+            self._optimizer = get_megatron_optimizer(_megatron_options(policy.config), policy.ddp)
+            self._prepare_state()
+        config = policy.config
         decay_steps = options.lr_decay_iters or config.run.train_iters * config.algorithm.updates_per_step
         self.schedule = OptimizerParamScheduler(
             self._optimizer,
@@ -73,7 +65,7 @@ class PolicyOptimizer:
     def step(self) -> StepResult:
         """Clip, update, advance the schedule. Gradients must be finalized (and finite, see `gradients_finite`)."""
         lr = self.lr
-        with cpu_runtime.tensor_scope():
+        with self._scope():
             done, grad_norm, _ = self._optimizer.step()
         assert done, "Megatron refused a step without a loss scaler"
         self.schedule.step(increment=1)
@@ -84,8 +76,10 @@ class PolicyOptimizer:
 
     def state(self, model_state: dict[str, Any], metadata: dict[str, Any], loading: bool) -> dict[str, Any]:
         """Moments, master weights and schedule as a sharded state over that of the model."""
-        with cpu_runtime.tensor_scope():
+        with self._scope():
             optimizer = self._optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+        if not loading:
+            optimizer = _without_classes(optimizer)
         return {"optimizer": optimizer, "opt_param_scheduler": self.schedule.state_dict()}
 
     def load_state(self, state: dict[str, Any], plain: Any) -> None:
@@ -96,7 +90,7 @@ class PolicyOptimizer:
                 learning rates, and groups of parameters as this layout has them (expert parallelism splits them).
         """
         num_steps = state["opt_param_scheduler"]["num_steps"]
-        with cpu_runtime.tensor_scope():
+        with self._scope():
             self._optimizer.load_state_dict(_with_steps(_overlay(plain, state["optimizer"]), num_steps))
         self._own_steps()
         self.schedule.num_steps = 0
@@ -113,25 +107,57 @@ class PolicyOptimizer:
         optimizer cannot save without (distrib_optimizer.py:641), nor load the step count that torch keeps with each
         parameter (:940)."""
         for optimizer in self._inner():
-            if not isinstance(optimizer.optimizer, torch.optim.AdamW):
-                continue  # Transformer Engine's and apex's fused Adam count steps per group
-            for group in optimizer.optimizer.param_groups:
-                for parameter in group["params"]:
-                    optimizer.optimizer.state[parameter] = {
-                        "step": torch.tensor(0.0),
-                        "exp_avg": torch.zeros_like(parameter),
-                        "exp_avg_sq": torch.zeros_like(parameter),
-                    }
-            if isinstance(optimizer, DistributedOptimizer):
+            for adam in _torch_adams(optimizer.optimizer):
+                for group in adam.param_groups:
+                    for parameter in group["params"]:
+                        adam.state[parameter] = {
+                            "step": torch.tensor(0.0),
+                            "exp_avg": torch.zeros_like(parameter),
+                            "exp_avg_sq": torch.zeros_like(parameter),
+                        }
+            if isinstance(optimizer.optimizer, HybridDeviceOptimizer):
+                optimizer.optimizer._sync_sub_optimizers_state_to_hdo()
+            elif isinstance(optimizer, DistributedOptimizer) and isinstance(optimizer.optimizer, torch.optim.AdamW):
                 optimizer._set_main_param_and_optimizer_states = partial(_set_without_step, optimizer)
 
     def _own_steps(self) -> None:
         """A step count for each parameter: Megatron hands all of them one tensor (distrib_optimizer.py:821-825),
         which torch's AdamW would advance once per parameter, and the bias correction would be silently wrong."""
         for optimizer in self._inner():
-            if isinstance(optimizer.optimizer, torch.optim.AdamW):
-                for values in optimizer.optimizer.state.values():
+            for adam in _torch_adams(optimizer.optimizer):
+                for values in adam.state.values():
                     values["step"] = values["step"].clone()
+
+
+def _megatron_options(config: Config) -> OptimizerConfig:
+    options = config.optimizer
+    result = OptimizerConfig(
+        optimizer="adam",
+        lr=options.lr,
+        min_lr=options.min_lr,
+        weight_decay=options.weight_decay,
+        adam_beta1=options.adam_beta1,
+        adam_beta2=options.adam_beta2,
+        adam_eps=options.adam_eps,
+        clip_grad=options.clip_grad,
+        bf16=config.model.bf16,
+        params_dtype=torch.bfloat16 if config.model.bf16 else torch.float32,
+        use_distributed_optimizer=config.parallel.use_distributed_optimizer,
+        optimizer_cpu_offload=options.optimizer_cpu_offload,
+        optimizer_offload_fraction=1.0,
+    )
+    if options.optimizer_cpu_offload:
+        # Set afterwards: its checks compare the version of Transformer Engine, which may be absent
+        # (optimizer_config.py:383).
+        result.use_precision_aware_optimizer = result.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
+        result.store_param_remainders = False
+    return result
+
+
+def _torch_adams(optimizer: torch.optim.Optimizer) -> list[torch.optim.AdamW]:
+    """Those of torch in an optimizer. Transformer Engine's and apex's fused Adam count steps per group."""
+    parts = optimizer.sub_optimizers if isinstance(optimizer, HybridDeviceOptimizer) else [optimizer]
+    return [part for part in parts if isinstance(part, torch.optim.AdamW)]
 
 
 def plain_parts(state: Any) -> Any:
@@ -164,6 +190,15 @@ def _overlay(plain: Any, loaded: Any) -> Any:
 def _child(loaded: Any, key: Any) -> Any:
     known = isinstance(loaded, dict) and key in loaded or isinstance(loaded, (list, tuple)) and key < len(loaded)
     return loaded[key] if known else None
+
+
+def _without_classes(state: Any) -> Any:
+    """A state that loads without unpickling code: HybridDeviceOptimizer has optimizer classes in its groups."""
+    if isinstance(state, dict):
+        return {key: _without_classes(value) for key, value in state.items() if not isinstance(value, type)}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_without_classes(value) for value in state)
+    return state
 
 
 def _with_steps(state: Any, num_steps: int) -> Any:

@@ -102,17 +102,17 @@ def fullest_stage(shape: Shape) -> tuple[int, RankBytes]:
 def bytes_of_shape(shape: Shape, stage: int = 0) -> RankBytes:
     parameters, adapters = parameters_of_rank(shape, stage), adapter_parameters_of_rank(shape)
     trained = parameters if shape.adapter_rank is None else Parameters(adapters)
-    optimizer = _optimizer_bytes(shape, trained)
+    optimizer = 0 if shape.optimizer_cpu_offload else _optimizer_bytes(shape, trained)
+    host_optimizer = _optimizer_bytes(shape, trained) if shape.optimizer_cpu_offload else 0
     prefix, sampling_kv = prefix_bytes(shape, stage), _sampling_bytes(shape)
-    offloaded = shape.optimizer_cpu_offload
     return RankBytes(
         weights=parameters.total * shape.element_bytes,
         adapters=adapters * shape.element_bytes,
         gradients=trained.total * FLOAT32,
-        optimizer=0 if offloaded else optimizer,
+        optimizer=optimizer,
         **prefix,
         prefix_graphs=shape.config.prefix.prefix_graph_bytes,
-        host_optimizer=optimizer if offloaded else 0,
+        host_optimizer=host_optimizer,
         sampling_kv=sampling_kv,
         captures=_num_captures(shape),
         fullest=max(moments(shape, stage, prefix["prefix_grad"], sampling_kv), key=lambda moment: moment.num_bytes),
@@ -179,7 +179,8 @@ def _stored(shape: Shape, num_chunks: int) -> tuple[int, int]:
 
 
 def _optimizer_bytes(shape: Shape, parameters: Parameters) -> int:
-    per_parameter = FLOAT32 * (3 if shape.model.bf16 else 2)
+    # Averages, and master weights under bf16; an offloaded update needs its gradients on the host too.
+    per_parameter = FLOAT32 * (2 + shape.model.bf16 + shape.optimizer_cpu_offload)
     if not shape.config.parallel.use_distributed_optimizer:
         return per_parameter * parameters.total
     of_stage = shape.world_size // shape.pp

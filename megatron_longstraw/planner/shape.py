@@ -276,6 +276,7 @@ def shape_of(config: Config, world_size: int) -> Shape:
         device_bytes=prefix.prefix_device_bytes,
         out_tier=prefix.prefix_out_tier,
         fp8_prefix=prefix.fp8_prefix,
+        optimizer_cpu_offload=config.optimizer.optimizer_cpu_offload,
     )
 
 

@@ -76,7 +76,9 @@ def choices(shape: Shape) -> Iterator[tuple[str, Shape]]:
     yield "--prefix-kv-dtype fp8", shape.changed(kv_dtype="fp8")
     yield "--prefix-grad-dtype bf16", shape.changed(kv_grad_dtype="bf16")
     yield "--prefix-kv-tier host", shape.changed(kv_tier="host")
-    yield "--optimizer-cpu-offload", shape.changed(optimizer_cpu_offload=True)
+    if shape.model.bf16:
+        offload = shape.changed(optimizer_cpu_offload=True, use_distributed_optimizer=True)
+        yield "--optimizer-cpu-offload --use-distributed-optimizer", offload
     # Ranks may leave one kind of parallelism for another.
     for name, other in itertools.permutations(("tensor_model_parallel_size", "context_parallel_size"), 2):
         sizes = {name: 2 * getattr(config.parallel, name), other: getattr(config.parallel, other) // 2}
@@ -154,13 +156,14 @@ def _layout(shape: Shape, tp: int, pp: int, cp: int, ep: int) -> Shape:
         expert_model_parallel_size=ep,
         num_virtual_stages_per_pipeline_rank=None,
         sequence_parallel=tp > 1,
-        use_distributed_optimizer=shape.world_size > tp * pp,
+        use_distributed_optimizer=shape.world_size > tp * pp or shape.optimizer_cpu_offload,
     )
 
 
 def _best_storage(shape: Shape, hardware: Hardware) -> Candidate:
     """The fastest way of keeping the prefix state that fits, of those that leave numbers as they are if one does."""
-    tiers = itertools.product(("device", "host", "none"), ("device", "host"), (False, True))
+    shared = shape.model.bf16 and shape.config.parallel.use_distributed_optimizer
+    tiers = itertools.product(("device", "host", "none"), ("device", "host"), (False, True) if shared else (False,))
     dtypes = ((None, "fp32"), (None, "bf16"), ("fp8", "bf16"))
     found = []
     for (out, kv, offload), (kv_dtype, grad_dtype) in itertools.product(tiers, dtypes):

@@ -17,6 +17,7 @@ LAYOUTS = {
     "1 rank, bf16": (1, dict(bf16=True)),
     "dp2, distributed optimizer": (2, dict(use_distributed_optimizer=True)),
     "dp2, distributed optimizer, bf16, async": (2, dict(use_distributed_optimizer=True, bf16=True, async_save=True)),
+    "dp2, optimizer on the host": (2, dict(use_distributed_optimizer=True, bf16=True, optimizer_cpu_offload=True)),
     "tp2 + sp": (2, dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "pp2 x vpp2": (2, dict(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2, num_layers=4)),
     "cp2, two updates a step": (2, dict(context_parallel_size=2, ppo_epochs=2)),
@@ -43,6 +44,12 @@ CHANGES = {
     "tp2 to one": (2, dict(tensor_model_parallel_size=2), 1, {}),
     "one to cp2": (1, {}, 2, dict(context_parallel_size=2)),
     "dp2 distributed to pp2": (2, dict(use_distributed_optimizer=True), 2, dict(pipeline_model_parallel_size=2, use_distributed_optimizer=True)),
+    "dp2, optimizer on the host to one": (
+        2,
+        dict(use_distributed_optimizer=True, bf16=True, optimizer_cpu_offload=True),
+        1,
+        dict(use_distributed_optimizer=True, bf16=True),
+    ),
     "ep2 to one": (
         2,
         dict(expert_model_parallel_size=2, num_experts=4, moe_ffn_hidden_size=32),
