@@ -41,7 +41,12 @@ class StopRequest:
 def end_with_torchrun() -> None:
     """Have the kernel kill this rank when the torchrun that started it is killed: each rank is in a session of its own,
     so nobody else would, and it would wait for its peers until a timeout."""
-    started_by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    if started_by_torchrun and sys.platform == "linux":
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when the thread that started it ends, killed or not."""
+    if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)

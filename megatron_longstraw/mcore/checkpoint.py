@@ -4,6 +4,8 @@ A run's own checkpoints are trusted input: torch's distributed format unpickles 
 """
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing.managers import SyncManager
 from pathlib import Path
 from typing import Any, Callable
 
@@ -12,11 +14,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as _torch_dist  # noqa: F401, else imported too late
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.models.gpt import GPTModel
 
 from megatron_longstraw.config import ConfigError, ModelConfig
+from megatron_longstraw.interruption import end_with_parent
 from megatron_longstraw.mcore import checkpoint_folder, cpu_runtime
 from megatron_longstraw.mcore.checkpoint_folder import RELEASE, TRACKER, Checkpoint
 from megatron_longstraw.mcore.parameters import named_shards
@@ -60,6 +64,7 @@ def write(
         all ranks have written their part.
     """
     partial = together(lambda: checkpoint_folder.begin(folder, iteration))
+    _own_results_queue()
     with cpu_runtime.tensor_scope():
         request = dist_checkpointing.save(state, str(partial), async_sharded_save=in_background)
     if request is not None:
@@ -67,6 +72,15 @@ def write(
         return request
     _publish(folder, iteration, facts)
     return None
+
+
+def _own_results_queue() -> None:
+    """Megatron collects results of writing in a process that it starts once and that would outlive a killed rank
+    (strategies/filesystem_async.py:51-56); this one ends with the rank."""
+    if filesystem_async._results_queue is None:
+        manager = SyncManager(ctx=multiprocessing.get_context("spawn"))
+        manager.start(end_with_parent)
+        filesystem_async._results_queue = manager.Queue()
 
 
 def _publish(folder: Path, iteration: int | None, facts: dict[str, Any]) -> None:

@@ -2,6 +2,10 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -211,3 +215,33 @@ def test_a_folder_that_cannot_be_written_stops_with_the_last_checkpoint_kept(tmp
         with pytest.raises(CheckpointError, match="step 2 cannot be written.*No space left on device.*--save"):
             run(tmp_path, train_iters=2)
     assert [checkpoint.iteration for checkpoint in candidates(tmp_path / "save")] == [1]
+
+
+SAVES_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+from megatron_longstraw.mcore.checkpoint import save_weights
+from tests.helpers import tiny_policy
+
+if __name__ == "__main__":
+    save_weights(tiny_policy().chunks, sys.argv[1], "")
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    print("children:", children, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_of_a_killed_rank_is_left(tmp_path):
+    """Megatron's writer has a process of its own for results."""
+    script = tmp_path / "saves_and_dies.py"
+    script.write_text(SAVES_AND_DIES)
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, script, tmp_path / "checkpoints"]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    children = [int(pid) for pid in done.stdout.partition("children:")[2].split()]
+    assert children
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in children):
+        assert time.monotonic() < deadline, children
+        time.sleep(0.05)
