@@ -3,8 +3,10 @@
     python tools/calibrate.py cpu.json [--bf16]
     python -m megatron_longstraw.planner --config my_run.toml --hardware cpu --rates cpu.json
 
-Takes under a minute. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS),
-in one process; `link` is an all-gather between two. Give the precision that is planned for.
+Takes two minutes. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS), in
+one process; `link` is an all-gather between two. Then a small step runs on one rank and on two, in three layouts:
+what its calls take beyond what the points say, and their messages beyond `link`, is kept as `corrections`. Give the
+precision that is planned for.
 """
 from __future__ import annotations
 
@@ -17,19 +19,20 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from check_planner import Case
+from check_planner import Case, world_size_of
 
 from megatron_longstraw.attention.kernels import attend, attend_backward
 from megatron_longstraw.mcore.calls import capture, replay
-from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD
-from megatron_longstraw.planner.seconds import TOUCHED
+from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, hardware_of
+from megatron_longstraw.planner.seconds import LINKS, TOUCHED, by_link
+from megatron_longstraw.planner.shape import shape_of
 from megatron_longstraw.rollout.generate import generate
 
 BUDGET_S = 0.4
@@ -55,8 +58,25 @@ NEXT_TO_NOTHING = dict(
     max_prompt_length=5,
     prefix_chunk_tokens=4,
 )
-LINK_TIMEOUT_S = 300
-"""For two processes to start, meet and send."""
+REFERENCE = dict(
+    hidden_size=192,
+    ffn_hidden_size=640,
+    vocab_size=1200,
+    group_size=8,
+    max_prompt_length=3073,
+    max_response_length=48,
+    prefix_chunk_tokens=384,
+)
+"""The small step."""
+LAYOUTS = {
+    "cp": dict(context_parallel_size=2),
+    "tp": dict(tensor_model_parallel_size=2),
+    "pp": dict(pipeline_model_parallel_size=2),
+}
+"""By the kind of their messages."""
+REFERENCE_STEPS = 5
+PEERS_TIMEOUT_S = 300
+"""For two processes to start, meet and send, or to do their steps."""
 MESSAGES = (2**10, 2**14, 2**18, 2**22)
 
 
@@ -140,13 +160,13 @@ def memory_points(dtype: torch.dtype) -> list[tuple[float, float]]:
 
 
 def adam_points() -> list[tuple[float, float]]:
-    """By parameters, in matrices of 2^16."""
+    """By parameters, in matrices of 2^18."""
     points = []
-    for matrices in (1, 8, 64):
-        parameters = [torch.nn.Parameter(torch.zeros(2**16)) for _ in range(matrices)]
+    for matrices in (1, 4, 16):
+        parameters = [torch.nn.Parameter(torch.zeros(2**18)) for _ in range(matrices)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        points.append((float(matrices * 2**16), seconds(torch.optim.AdamW(parameters).step)))
+        points.append((float(matrices * 2**18), seconds(torch.optim.AdamW(parameters).step)))
     return points
 
 
@@ -190,16 +210,55 @@ def _peer(rank: int, folder: str, results) -> None:
 
 def link_points() -> list[tuple[float, float]]:
     """Bytes sent to one peer."""
+    return _of_peers(_peer, 2)
+
+
+def _of_peers(work: Callable, world_size: int, *arguments: object) -> Any:
+    """What `work(rank, folder, results, *arguments)` of the first of new processes puts into `results`."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         results = context.Queue()
-        peers = [context.Process(target=_peer, args=(rank, folder, results), daemon=True) for rank in range(2)]
+        peers = [
+            context.Process(target=work, args=(rank, folder, results, *arguments), daemon=True) for rank in range(world_size)
+        ]
         for peer in peers:
             peer.start()
-        points = results.get(timeout=LINK_TIMEOUT_S)
+        found = results.get(timeout=PEERS_TIMEOUT_S)
         for peer in peers:
             peer.join()
-    return points
+    return found
+
+
+def _reference(rank: int, folder: str, results, options: dict, num_threads: int, rates: dict) -> None:
+    """(measured seconds, planned seconds by kind) of each call of the small step in a layout."""
+    torch.set_num_threads(num_threads)
+    world_size = world_size_of(options)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    case = Case.build(options)
+    steps = [case.seconds() for _ in range(REFERENCE_STEPS + 1)][1:]  # the first is a warm-up
+    file = Path(folder) / f"rates{rank}.json"
+    file.write_text(json.dumps(rates))
+    planned = by_link(shape_of(case.policy.config, world_size), hardware_of("cpu", str(file)))
+    if rank == 0:
+        results.put({call: (min(step[call][0] for step in steps), planned[call]) for call in steps[0]})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def corrections(rates: dict, options: dict) -> dict[str, dict[str, float]]:
+    """See Hardware: of work by the step on one rank, of messages by what steps on two take beyond their work."""
+    threads = torch.get_num_threads()
+    found: dict[str, dict[str, float]] = {}
+    for call, (measured, planned) in _of_peers(_reference, 1, options, threads, rates).items():
+        found[call] = {"work": measured / planned.total()}
+    for kind, layout in LAYOUTS.items():
+        for call, (measured, planned) in _of_peers(_reference, 2, options | layout, threads, rates).items():
+            links = {link: seconds for link, seconds in planned.items() if link in LINKS and seconds}
+            work = (planned.total() - sum(links.values())) * found[call]["work"]
+            for link in links:
+                found[call].setdefault(link, max(0.0, measured - work) / sum(links.values()))
+    return found
 
 
 def growing(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -222,13 +281,15 @@ def calibrate(dtype: torch.dtype) -> dict:
         "link": link_points(),
         "adam": adam_points(),
     }
-    return {
+    rates = {
         **{name: growing(points) for name, points in curves.items()},
         **overheads(dtype),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
+        "corrections": {},
     }
+    return rates | {"corrections": corrections(rates, REFERENCE | {"bf16": dtype == torch.bfloat16})}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -249,6 +310,8 @@ def main() -> int:
     for name in ("memory", "link"):
         amount, taken = rates[name][-1]
         print(f"{name:<20}{amount / taken / 1e9:8.1f} GB/s")
+    for call, factors in rates["corrections"].items():
+        print(f"{call:<20}{', '.join(f'{kind} {factor:.2f}' for kind, factor in factors.items())} times as long")
     print(f"{args.file}: {rates['threads']} threads, {rates['dtype']}, {time.perf_counter() - start:.0f} s")
     return 0
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_longstraw.config import ConfigError
@@ -33,6 +34,7 @@ _LAUNCH_S = 5e-6
 """Seconds between two kernels that Python starts: an assumption."""
 _KERNELS = {"forward": 75, "backward": 130, "micro_batch": 40}
 """That a layer starts forward and backward, and what a micro-batch has beside its layers, counted on the CPU."""
+_LIKE = {"score": "replay", "full": "prefix_backward"}
 ADAM_BYTES = 7 * 4 + 2
 """Of a parameter, in one pass: read its gradient, moments and master weight, write all but the gradient."""
 
@@ -100,12 +102,19 @@ class Hardware:
     """Operators start while earlier ones still run."""
     host_bytes: int
     """Of host memory, for one rank."""
+    corrections: dict[str, dict[str, float]] = field(default_factory=dict)
+    """What calls took over what their rates say: by call, of communication by kind and of "work" for all else."""
     usable_share: float = 0.9
     """Of the memory: the rest is for the CUDA context, communication buffers and fragmentation."""
 
     @property
     def usable_bytes(self) -> int:
         return int(self.memory_bytes * self.usable_share)
+
+    def corrected(self, call: str, cost: Counter[str]) -> Counter[str]:
+        """Seconds by kind as `corrections` have them; calls without any go by the one that is most like them."""
+        factors = self.corrections.get(call) or self.corrections.get(_LIKE.get(call, ""), {})
+        return Counter({kind: seconds * factors.get(kind, factors.get("work", 1.0)) for kind, seconds in cost.items()})
 
 
 def _gpu(
@@ -169,7 +178,7 @@ def hardware_of(name: str, rates_file: str | None = None) -> Hardware:
     try:
         found = json.loads(Path(rates_file).read_text())
         curves = {kind: Curve(tuple(map(tuple, found[kind]))) for kind in CALIBRATED}
-        facts = {name: found[name] for name in CALIBRATED_FACTS}
+        facts = {name: found[name] for name in (*CALIBRATED_FACTS, "corrections")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError([f"got --rates {rates_file}: {error}; need a file that tools/calibrate.py wrote"]) from None
     return Hardware(

@@ -12,6 +12,8 @@ from megatron_longstraw.planner.shape import FLOAT32, Shape
 from megatron_longstraw.planner.tape import Tape
 
 CALLS = ("capture", "rollout", "score", "replay", "prefix_backward", "full", "optimizer")
+LINKS = ("cp", "tp", "ep", "pp", "dp")
+"""Kinds of communication."""
 KINDS = ("matmul", "attention", "elementwise", "communication", "host", "idle")
 """idle: pipeline stages that wait, and operators that are started more slowly than they run."""
 TOUCHED = 3
@@ -20,9 +22,19 @@ TOUCHED = 3
 
 def step_seconds(shape: Shape, hardware: Hardware) -> dict[str, Counter[str]]:
     """Seconds of one step by call and kind; calls that a step does not make are left out."""
+    return {call: _with_one_communication(hardware.corrected(call, cost)) for call, cost in by_link(shape, hardware).items()}
+
+
+def by_link(shape: Shape, hardware: Hardware) -> dict[str, Counter[str]]:
+    """The same by rates alone, without what measured calls add to them, and communication by LINKS."""
     calls = _Calls(shape, hardware)
     found = {name: getattr(calls, name)() for name in CALLS}
     return {name: cost for name, cost in found.items() if cost.total()}
+
+
+def _with_one_communication(cost: Counter[str]) -> Counter[str]:
+    links = sum(cost[link] for link in LINKS)
+    return Counter({"communication": links} | {kind: value for kind, value in cost.items() if kind not in LINKS})
 
 
 @dataclass(frozen=True)
@@ -111,7 +123,7 @@ class _Calls:
         shape, hardware, cost = self.shape, self.hardware, Counter()
         trained = adapter_parameters_of_rank(shape) or parameters_of_rank(shape, 0).total
         ranks = shape.dp * shape.cp
-        cost["communication"] = self._curve(shape.tp * ranks).seconds(2 * trained * FLOAT32 * (ranks - 1) / ranks)
+        cost["dp"] = self._curve(shape.tp * ranks).seconds(2 * trained * FLOAT32 * (ranks - 1) / ranks)
         own = trained / (ranks if shape.config.parallel.use_distributed_optimizer else 1)
         cost["elementwise"] = hardware.memory.seconds(own * 3 * FLOAT32)
         if shape.optimizer_cpu_offload:
@@ -150,9 +162,9 @@ class _Calls:
         cost["attention"] = self._attention(work) * attending
         cost["elementwise"] = self._elementwise(work, layer) * whole
         cost["elementwise"] += self._elementwise(work, layer, keys_and_values=True) * shortened
-        cost["communication"] = self._layer_communication(work) * whole
+        cost.update(self._scaled(self._layer_communication(work), whole))
         if shape.pp > 1:
-            cost["communication"] += self._curve(shape.world_size).seconds(layer.stream) * (1 + work.backward)
+            cost["pp"] = self._curve(shape.world_size).seconds(layer.stream) * (1 + work.backward)
         cost["host"] = max(0.0, self._host(work, attending) - cost["attention"])
         of_layer = work.forwards * self.hardware.layer_forward_s + work.backward * self.hardware.layer_backward_s
         cost["idle"] = self._waiting(cost, shape.layers * of_layer + self.hardware.micro_batch_s)
@@ -224,22 +236,25 @@ class _Calls:
     def _blocks(self, work: _Pass) -> float:
         return max(1.0, work.keys / self.shape.cp / self.shape.config.prefix.prefix_block_tokens)
 
-    def _layer_communication(self, work: _Pass) -> float:
+    def _layer_communication(self, work: _Pass) -> Counter[str]:
+        """Of one layer. Context parallelism gathers queries and reduces outputs with their log-sum-exp; its backward
+        gathers query, output and gradient and reduces the query's gradient. Tensor parallelism reduces twice in each
+        direction, or gathers and reduces under sequence parallelism, whose backward gathers again."""
         shape, layer = self.shape, Layer(self.shape, work.rows)
-        passes = work.forwards + work.backward
-        cost = 0.0
+        passes, cost = work.forwards + work.backward, Counter()
         if shape.cp > 1:
-            per_direction = layer.query * (shape.cp - 1)
-            wide = per_direction * layer.widen
-            sent = work.attention_forwards * (per_direction + wide) + work.backward * (3 * per_direction + wide)
-            cost += self._curve(shape.tp * shape.cp).seconds(sent) * shape.attention_layers / shape.layers
+            curve, once = self._curve(shape.tp * shape.cp), layer.query * (shape.cp - 1)
+            forward = _messages(curve, 3, once * (1 + layer.widen))
+            backward = _messages(curve, 3, once * (3 + layer.widen))
+            share = shape.attention_layers / shape.layers
+            cost["cp"] = (work.attention_forwards * forward + work.backward * backward) * share
         if shape.tp > 1:
-            share = (shape.tp - 1) / shape.tp
-            times = 4 * passes + 2 * shape.sp * work.backward
-            cost += self._curve(shape.tp).seconds(times * layer.whole_stream * share)
+            curve, once = self._curve(shape.tp), layer.whole_stream * (shape.tp - 1) / shape.tp
+            again = 2 * work.backward * shape.sp
+            cost["tp"] = _messages(curve, passes * (4 if shape.sp else 2) + again, (4 * passes + again) * once)
         if shape.ep > 1:
             sent = 2 * shape.model.moe_router_topk * layer.stream * (shape.ep - 1) / shape.ep
-            cost += self._curve(shape.tp * shape.cp * shape.dp).seconds(sent * passes)
+            cost["ep"] = _messages(self._curve(shape.tp * shape.cp * shape.dp), 2 * passes, sent * passes)
         return cost
 
     def _host(self, work: _Pass, layers: float) -> float:
@@ -259,3 +274,8 @@ class _Calls:
     @staticmethod
     def _scaled(cost: Counter[str], times: float) -> Counter[str]:
         return Counter({kind: seconds * times for kind, seconds in cost.items()})
+
+
+def _messages(curve: Curve, count: int, num_bytes: float) -> float:
+    """Seconds of equal messages that have so many bytes together."""
+    return count * curve.seconds(num_bytes / count)

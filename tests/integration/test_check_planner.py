@@ -13,11 +13,15 @@ TINY = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, vocab_size=100, ma
 
 def test_seconds_are_compared_call_by_call_with_the_rates_of_this_machine(monkeypatch, tmp_path):
     monkeypatch.setattr(calibrate, "BUDGET_S", 0.0)
+    monkeypatch.setattr(calibrate, "REFERENCE", TINY)
     file = tmp_path / "cpu.json"
     file.write_text(json.dumps(calibrate.calibrate(torch.float32)))
     hardware = hardware_of("cpu", str(file))
     for name in CALIBRATED:
         assert 0 < getattr(hardware, name).seconds(1e6) < getattr(hardware, name).seconds(1e8)
+    for call in ("capture", "rollout", "replay", "prefix_backward"):
+        assert set(hardware.corrections[call]) == {"work", "cp", "tp", "pp"}
+    assert set(hardware.corrections["optimizer"]) == {"work", "dp"}
     rows = check_seconds({"tiny": TINY}, str(file), repeats=1)
     assert [row["call"] for row in rows] == ["capture", "rollout", "replay", "prefix_backward", "optimizer", "all"]
     assert all(row["planned"] > 0 and row["measured"] > 0 for row in rows)

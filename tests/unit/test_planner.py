@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import pytest
 
@@ -298,8 +299,12 @@ def test_mistakes_are_one_message(flags, message, capsys):
 def test_rates_of_a_calibrated_machine(tmp_path):
     file = tmp_path / "cpu.json"
     curves = dict.fromkeys(CALIBRATED, [[1.0, 2.0], [10.0, 5.0]])
-    file.write_text(json.dumps(curves | dict.fromkeys(CALIBRATED_FACTS, 1)))
-    assert hardware_of("cpu", str(file)).matmul.seconds(1.0) == 2.0
+    file.write_text(json.dumps(curves | dict.fromkeys(CALIBRATED_FACTS, 1) | {"corrections": {"replay": {"work": 2.0}}}))
+    cpu = hardware_of("cpu", str(file))
+    assert cpu.matmul.seconds(1.0) == 2.0
+    cost = Counter(matmul=3.0, cp=1.0)
+    assert cpu.corrected("score", cost) == cpu.corrected("replay", cost) == Counter(matmul=6.0, cp=2.0)
+    assert cpu.corrected("capture", cost) == cost
     file.write_text(json.dumps(dict(matmul=[[1.0, 2.0]])))
     with pytest.raises(ConfigError, match="need a file that tools/calibrate.py wrote"):
         hardware_of("cpu", str(file))
