@@ -117,13 +117,17 @@ def plot(result: dict, folder: Path) -> None:
     figure.savefig(folder / "scaling.png", dpi=100)
 
 
-def main(argv: list[str] | None = None) -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--positions", type=positive_int, default=16384, help="tokens of the prompt and one response")
     parser.add_argument("--ranks", type=lambda text: [int(x) for x in text.split(",")], default=[1, 2, 4, 8])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--plots", type=Path, help="folder for scaling.png (needs the extra: logging)")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
     lengths = [SHORTEST]
     while lengths[-1] < 8 * args.positions:
         lengths.append(2 * lengths[-1])

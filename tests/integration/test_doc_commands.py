@@ -22,6 +22,7 @@ import long_context_receipt
 import plan_table
 import pytest
 import report
+import scaling
 import submit_slurm
 import validate_data
 
@@ -213,6 +214,8 @@ class Typed:
                 {"calibrate": calibrate, "check_planner": check_planner, "plan_table": plan_table}[Path(tool).stem].parse(argv)
             case ["python", "tools/fp8_error.py", *argv]:
                 fp8_error.parse(argv)
+            case ["python", "tools/scaling.py", *argv]:
+                scaling.parse(argv)
             case ["torchrun", *argv]:
                 self.torchrun(argv)
             case ["bash", script, *flags]:
@@ -248,7 +251,7 @@ def typed(folder, monkeypatch, capfd):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.text[:60])
 def test_command(command, typed):
-    known = {"DRY_RUN", "CONTAINER_IMAGE", "CONTAINER_MOUNTS"}
+    known = {"DRY_RUN", "OMP_NUM_THREADS", "CONTAINER_IMAGE", "CONTAINER_MOUNTS"}
     assert {name for name, _ in command.environ} <= known, "a variable that nothing reads"
     typed.run(list(command.words))
 
