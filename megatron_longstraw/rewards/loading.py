@@ -61,7 +61,7 @@ def load_function(spec: str, flag: str = "--reward-function") -> Callable[..., A
     except ImportError as error:
         raise ValueError(
             f"got {flag} {spec!r}; module {module_name!r} cannot be imported: {error}; need a module that Python "
-            f"finds: install it or put its folder on PYTHONPATH"
+            f"finds: install it, start in its folder, or put that on PYTHONPATH (not for bash launch/...)"
         ) from error
     if not hasattr(module, name):
         close = difflib.get_close_matches(name, vars(module), n=3)

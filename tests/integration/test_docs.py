@@ -1,6 +1,7 @@
 """The documentation: its code runs, what it names and links to exists, and what it quotes is what the package says."""
 import ast
 import functools
+import json
 import re
 import subprocess
 import sys
@@ -172,3 +173,18 @@ def test_quoted_messages_are_those_of_the_sources():
 )
 def test_a_message_that_nobody_prints_is_found(line):
     assert unsaid(line)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples/receipts").glob("*_*.json")), ids=lambda path: path.stem)
+def test_receipts_hold_what_is_said_of_them(path):
+    receipt = json.loads(path.read_text())
+    step, phases = receipt["step"], receipt["phases"]
+    measured, planned = step["peak_bytes"]["8"], step["planned_bytes"]
+    assert abs(planned / measured - 1) < 0.1
+    assert step["added_by_larger_group"] <= 0.0025
+    assert phases["replay_8"]["peak_bytes"] <= 1.0025 * phases["replay_2"]["peak_bytes"]
+    assert receipt["finite_difference"]["relative_error"] < 1e-3
+    text = (ROOT / "docs/long_context.md").read_text()
+    row = f"| {receipt['positions']:,}, {receipt['prefix_grad']} | {measured / 1e6:.2f} / {planned / 1e6:.2f} |"
+    assert row in text
+
