@@ -188,3 +188,16 @@ def test_receipts_hold_what_is_said_of_them(path):
     row = f"| {receipt['positions']:,}, {receipt['prefix_grad']} | {measured / 1e6:.2f} / {planned / 1e6:.2f} |"
     assert row in text
 
+
+def test_scaling_is_what_is_said_of_it():
+    result = json.loads((ROOT / "examples/receipts/scaling.json").read_text())
+    text = (ROOT / "docs/long_context.md").read_text()
+    for longest, one_context in zip(result["longest"], result["ranks"]):
+        assert longest["of_linear"] >= 0.95
+        cells = [f"| {longest['ranks']} | {longest['positions']:,} | {longest['of_linear']:.2f}"]
+        cells.append(f"{one_context['bytes_per_rank'] / 1e6:.2f}")
+        assert " | ".join(cells) in text
+    first, last = result["lengths"][0], result["lengths"][-1]
+    growth = last["positions"] / first["positions"]
+    assert last["attention_pairs"] / first["attention_pairs"] <= growth**2
+    assert last["matmul_flops"] / first["matmul_flops"] <= growth
