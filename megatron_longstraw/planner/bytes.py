@@ -102,17 +102,16 @@ def fullest_stage(shape: Shape) -> tuple[int, RankBytes]:
 def bytes_of_shape(shape: Shape, stage: int = 0) -> RankBytes:
     parameters, adapters = parameters_of_rank(shape, stage), adapter_parameters_of_rank(shape)
     trained = parameters if shape.adapter_rank is None else Parameters(adapters)
-    optimizer = 0 if shape.optimizer_cpu_offload else _optimizer_bytes(shape, trained)
-    host_optimizer = _optimizer_bytes(shape, trained) if shape.optimizer_cpu_offload else 0
+    optimizer, offloaded = _optimizer_bytes(shape, trained), shape.optimizer_cpu_offload
     prefix, sampling_kv = prefix_bytes(shape, stage), _sampling_bytes(shape)
     return RankBytes(
         weights=parameters.total * shape.element_bytes,
         adapters=adapters * shape.element_bytes,
         gradients=trained.total * FLOAT32,
-        optimizer=optimizer,
+        optimizer=0 if offloaded else optimizer,
         **prefix,
         prefix_graphs=shape.config.prefix.prefix_graph_bytes,
-        host_optimizer=host_optimizer,
+        host_optimizer=optimizer if offloaded else 0,
         sampling_kv=sampling_kv,
         captures=_num_captures(shape),
         fullest=max(moments(shape, stage, prefix["prefix_grad"], sampling_kv), key=lambda moment: moment.num_bytes),

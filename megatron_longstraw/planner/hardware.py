@@ -35,6 +35,7 @@ _LAUNCH_S = 5e-6
 _KERNELS = {"forward": 75, "backward": 130, "micro_batch": 40}
 """That a layer starts forward and backward, and what a micro-batch has beside its layers, counted on the CPU."""
 _LIKE = {"score": "replay", "full": "prefix_backward"}
+"""Calls that a calibration does not run, by one that it does."""
 ADAM_BYTES = 7 * 4 + 2
 """Of a parameter, in one pass: read its gradient, moments and master weight, write all but the gradient."""
 

@@ -1,8 +1,7 @@
-"""The optimizer's state in host memory."""
+"""The optimizer's state in host memory: trained weights, where it is, and what is refused."""
 import pytest
 
-from megatron_longstraw.config import ConfigError, load_config
-from megatron_longstraw.config.rules import check
+from megatron_longstraw.config import ConfigError, check, load_config
 from megatron_longstraw.mcore.cpu_runtime import on_host
 from megatron_longstraw.planner.bytes import bytes_of_rank
 from tests.helpers import TINY, tiny_trainer
@@ -26,7 +25,8 @@ def test_state_is_on_the_host_and_counted_there():
     options = DISTRIBUTED | dict(optimizer_cpu_offload=True)
     policy, optimizer = tiny_trainer(**options)
     held = [hybrid.optimizer for hybrid in optimizer._inner()]
-    masters = [parameter for hybrid in held for part in hybrid.sub_optimizers for group in part.param_groups for parameter in group["params"]]
+    groups = [group for hybrid in held for part in hybrid.sub_optimizers for group in part.param_groups]
+    masters = [parameter for group in groups for parameter in group["params"]]
     assert masters and all(on_host(parameter) for parameter in masters)
     assert all(hybrid.gpu_optimizer is None for hybrid in held)
     num_elements = sum(parameter.numel() for chunk in policy.chunks for parameter in chunk.parameters())
