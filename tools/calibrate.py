@@ -6,7 +6,8 @@
 Takes two minutes. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS), in
 one process; `link` is an all-gather between two. Then a small step runs on one rank and on two, in three layouts:
 what its calls take beyond what the points say, and their messages beyond `link`, is kept as `corrections`. Give the
-precision that is planned for.
+precision that is planned for. The small steps are kept too (`references`), so that tools/check_planner.py can tell how
+the machine's speed has changed since.
 """
 from __future__ import annotations
 
@@ -18,15 +19,17 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import contextmanager
+from multiprocessing.queues import Queue
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from check_planner import Case, world_size_of
+from check_planner import Case, seconds_of, world_size_of
 
 from megatron_longstraw.attention.kernels import attend, attend_backward
 from megatron_longstraw.mcore.calls import capture, replay
@@ -68,13 +71,16 @@ REFERENCE = dict(
     prefix_chunk_tokens=384,
 )
 """The small step."""
-LAYOUTS = {
-    "cp": dict(context_parallel_size=2),
-    "tp": dict(tensor_model_parallel_size=2),
-    "pp": dict(pipeline_model_parallel_size=2),
-}
-"""By the kind of their messages."""
-REFERENCE_STEPS = 5
+LAYOUTS: tuple[dict[str, int], ...] = (
+    {},
+    dict(context_parallel_size=2),
+    dict(tensor_model_parallel_size=2),
+    dict(pipeline_model_parallel_size=2),
+)
+"""One rank, then two with a kind of messages each."""
+REFERENCE_STEPS = 2
+ROUNDS = 5
+"""Times that the layouts take turns with the small step, so that a slow minute does not fall on one of them alone."""
 PEERS_TIMEOUT_S = 300
 """For two processes to start, meet and send, or to do their steps."""
 MESSAGES = (2**10, 2**14, 2**18, 2**22)
@@ -190,7 +196,7 @@ def overheads(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _peer(rank: int, folder: str, results) -> None:
+def _peer(rank: int, folder: str, turns: Queue, results: Queue) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -210,55 +216,76 @@ def _peer(rank: int, folder: str, results) -> None:
 
 def link_points() -> list[tuple[float, float]]:
     """Bytes sent to one peer."""
-    return _of_peers(_peer, 2)
+    with peers(_peer, 2) as run:
+        return run(None)
 
 
-def _of_peers(work: Callable, world_size: int, *arguments: object) -> Any:
-    """What `work(rank, folder, results, *arguments)` of the first of new processes puts into `results`."""
+@contextmanager
+def peers(work: Callable, world_size: int, *arguments: object) -> Iterator[Callable[[object], Any]]:
+    """New processes in `work(rank, folder, turns, results, *arguments)`, and what gives each a turn and waits for what
+    the first of them puts into `results`."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        results = context.Queue()
-        peers = [
-            context.Process(target=work, args=(rank, folder, results, *arguments), daemon=True) for rank in range(world_size)
+        turns, results = [context.Queue() for _ in range(world_size)], context.Queue()
+        started = [
+            context.Process(target=work, args=(rank, folder, turns[rank], results, *arguments), daemon=True)
+            for rank in range(world_size)
         ]
-        for peer in peers:
+        for peer in started:
             peer.start()
-        found = results.get(timeout=PEERS_TIMEOUT_S)
-        for peer in peers:
+
+        def run(turn: object) -> Any:
+            for queue in turns:
+                queue.put(turn)
+            return results.get(timeout=PEERS_TIMEOUT_S)
+
+        yield run
+        for queue in turns:
+            queue.put(None)
+        for peer in started:
             peer.join()
-    return found
 
 
-def _reference(rank: int, folder: str, results, options: dict, num_threads: int, rates: dict) -> None:
-    """(measured seconds, planned seconds by kind) of each call of the small step in a layout."""
+def _reference(rank: int, folder: str, turns: Queue, results: Queue, world_size: int, num_threads: int, rates: dict):
+    """Turns are options of the small step; of each (measured seconds, planned seconds by kind) by call."""
     torch.set_num_threads(num_threads)
-    world_size = world_size_of(options)
     store = dist.FileStore(f"{folder}/store", world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    case = Case.build(options)
-    steps = [case.seconds() for _ in range(REFERENCE_STEPS + 1)][1:]  # the first is a warm-up
     file = Path(folder) / f"rates{rank}.json"
-    file.write_text(json.dumps(rates))
-    planned = by_link(shape_of(case.policy.config, world_size), hardware_of("cpu", str(file)))
-    if rank == 0:
-        results.put({call: (min(step[call][0] for step in steps), planned[call]) for call in steps[0]})
+    file.write_text(json.dumps(rates | {"corrections": {}}))
+    hardware = hardware_of("cpu", str(file))
+    for options in iter(turns.get, None):
+        case = Case.build(options)
+        [measured] = seconds_of([case], REFERENCE_STEPS)
+        planned = by_link(shape_of(case.policy.config, world_size), hardware)
+        if rank == 0:
+            results.put({call: (measured[call], planned[call]) for call in measured})
     dist.barrier()
     dist.destroy_process_group()
 
 
-def corrections(rates: dict, options: dict) -> dict[str, dict[str, float]]:
-    """See Hardware: of work by the step on one rank, of messages by what steps on two take beyond their work."""
+def references(rates: dict, options: dict) -> tuple[list[dict], dict[str, dict[str, float]]]:
+    """(the small step in each layout, corrections). For these see Hardware: of work by the step on one rank, of messages
+    by what steps on two take beyond their work."""
+    layouts = [options | layout for layout in LAYOUTS]
     threads = torch.get_num_threads()
-    found: dict[str, dict[str, float]] = {}
-    for call, (measured, planned) in _of_peers(_reference, 1, options, threads, rates).items():
-        found[call] = {"work": measured / planned.total()}
-    for kind, layout in LAYOUTS.items():
-        for call, (measured, planned) in _of_peers(_reference, 2, options | layout, threads, rates).items():
+    with peers(_reference, 1, 1, threads, rates) as alone, peers(_reference, 2, 2, threads, rates) as both:
+        turn = {1: alone, 2: both}
+        rounds = [[turn[world_size_of(own)](own) for own in layouts] for _ in range(ROUNDS)]
+    steps: list[dict] = []
+    factors: dict[str, dict[str, float]] = {}
+    for own, found in zip(layouts, zip(*rounds)):
+        taken = {call: min(calls[call][0] for calls in found) for call in found[0]}
+        steps.append(dict(options=own, seconds=taken))
+        for call, (_, planned) in found[0].items():
+            known = factors.setdefault(call, {})
             links = {link: seconds for link, seconds in planned.items() if link in LINKS and seconds}
-            work = (planned.total() - sum(links.values())) * found[call]["work"]
+            work = planned.total() - sum(links.values())
+            if own == options:
+                known["work"] = taken[call] / work
             for link in links:
-                found[call].setdefault(link, max(0.0, measured - work) / sum(links.values()))
-    return found
+                known.setdefault(link, max(0.0, taken[call] - work * known["work"]) / sum(links.values()))
+    return steps, factors
 
 
 def growing(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -287,9 +314,9 @@ def calibrate(dtype: torch.dtype) -> dict:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
-        "corrections": {},
     }
-    return rates | {"corrections": corrections(rates, REFERENCE | {"bf16": dtype == torch.bfloat16})}
+    steps, factors = references(rates, REFERENCE | {"bf16": dtype == torch.bfloat16})
+    return rates | {"references": steps, "corrections": factors}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -5,8 +5,9 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which the cases of one rank take turns. The processor ratio is to what this process computed,
-which a busy machine disturbs less (with one rank and one thread the two are the same on an idle one).
+over --repeats steps, in which cases of one layout take turns with the calibration's small step. What that step takes
+now over what it took in the calibration is the drift of the machine's speed meanwhile; `ratio` is planned over
+measured seconds as they are, `ratio at speed` with the drift taken out.
 """
 from __future__ import annotations
 
@@ -119,9 +120,15 @@ SECONDS = {
 }
 
 
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+
+
+def layout_of(options: dict) -> tuple[int, ...]:
+    return tuple(options.get(name, 1) for name in SIZES)
+
+
 def world_size_of(options: dict) -> int:
-    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    return max(math.prod(options.get(name, 1) for name in names), options.get("expert_model_parallel_size", 1))
+    return max(math.prod(layout_of(options)), options.get("expert_model_parallel_size", 1))
 
 
 @dataclass
@@ -134,9 +141,10 @@ class Case:
     weights: dict
 
     @classmethod
-    def build(cls, options: dict) -> Case:
+    def build(cls, options: dict, like: Case | None = None) -> Case:
+        """Beside a case of the same layout, or with new process groups, which end those of earlier cases."""
         config = load_config(overrides=BASE | options).resolve()
-        policy = Policy(config, parallel.initialize(config))
+        policy = Policy(config, like.policy.layout if like else parallel.initialize(config))
         rng, rollout = np.random.default_rng(0), config.rollout
         shape = (config.prefix.prompts_per_microbatch, rollout.group_size, rollout.max_response_length)
         responses = rng.integers(0, config.model.vocab_size, shape)
@@ -164,14 +172,14 @@ class Case:
         planned = bytes_of_rank(self.policy.config, dist.get_world_size(), self.policy.layout.pp_rank)
         return peak_bytes_of(self.step), planned.held + planned.fullest.num_bytes + planned.host, planned
 
-    def seconds(self) -> dict[str, tuple[float, float]]:
-        """(wall clock, this process's processor time) of each call of a step that samples and moves the weights."""
+    def seconds(self) -> dict[str, float]:
+        """Of each call of a step that samples and moves the weights."""
         policy, batch, found = self.policy, self.batch, {}
 
         def timed(name: str, call: Callable, *args, **options):
-            start, cpu_start = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
             result = call(*args, **options)
-            found[name] = time.perf_counter() - start, time.process_time() - cpu_start
+            found[name] = time.perf_counter() - start
             return result
 
         policy.zero_grad()
@@ -192,24 +200,30 @@ def check_bytes(cases: dict[str, dict]) -> list[dict]:
     return rows
 
 
+def seconds_of(cases: list[Case], repeats: int) -> list[dict[str, float]]:
+    """Of each case's calls, the least of steps in which the cases take turns, after one of each as a warm-up."""
+    turns = [[case.seconds() for case in cases] for _ in range(repeats + 1)][1:]
+    return [{call: min(step[call] for step in steps) for call in steps[0]} for steps in zip(*turns)]
+
+
 def check_seconds(cases: dict[str, dict], rates: str, repeats: int) -> list[dict]:
-    """Calls by case, each the minimum over steps."""
+    """Of cases of one layout, by case and call, and all calls of a case together."""
     hardware = hardware_of("cpu", rates)
-    built = {name: Case.build(options) for name, options in cases.items()}
-    steps: dict[str, list] = {name: [] for name in built}
-    for _ in range(repeats + 1):  # the first is a warm-up
-        for name, case in built.items():
-            steps[name].append(case.seconds())
+    layout = layout_of(next(iter(cases.values())))
+    then = next(r for r in json.loads(Path(rates).read_text())["references"] if layout_of(r["options"]) == layout)
+    reference = Case.build(then["options"])
+    built = [Case.build(options, like=reference) for options in cases.values()]
+    now, *measured = seconds_of([reference, *built], repeats)
+    drift = sum(now.values()) / sum(then["seconds"].values())
     rows = []
-    for name, case in built.items():
+    for name, case, taken in zip(cases, built, measured):
         found = step_seconds(shape_of(case.policy.config, dist.get_world_size()), hardware)
-        planned = {call: found[call].total() for call in steps[name][0] if call in found}
-        wall, cpu = ({call: min(s[call][clock] for s in steps[name][1:]) for call in planned} for clock in (0, 1))
-        for column in (planned, wall, cpu):
-            column["all"] = sum(column.values())
-        for call in planned:
-            ratios = dict(ratio=planned[call] / wall[call], processor_ratio=planned[call] / cpu[call])
-            rows.append(dict(case=name, call=call, planned=planned[call], measured=wall[call], **ratios))
+        calls = {call: (found[call].total(), taken[call]) for call in taken if call in found}
+        calls["all"] = tuple(map(sum, zip(*calls.values())))
+        for call, (planned, seconds) in calls.items():
+            ratio = planned / seconds
+            row = dict(case=name, call=call, planned=planned, measured=seconds, ratio=ratio, drift=drift)
+            rows.append(row | dict(ratio_at_speed=ratio * drift))
     return rows
 
 
@@ -246,7 +260,7 @@ def main() -> int:
         return 0
     for row in rows:
         name = f"{row['case']:<32}{row.get('call', ''):<17}"
-        ratios = [f"{key.replace('_', ' ')} {row[key]:.3f}" for key in ("ratio", "processor_ratio") if key in row]
+        ratios = [f"{key.replace('_', ' ')} {row[key]:.3f}" for key in ("ratio", "drift", "ratio_at_speed") if key in row]
         print(f"{name}planned {row['planned']:>14,.6g}   measured {row['measured']:>14,.6g}   {'   '.join(ratios)}")
     return 0
 
