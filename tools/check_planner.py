@@ -5,9 +5,9 @@
     python tools/calibrate.py cpu.json && python tools/check_planner.py --rates cpu.json       # seconds
 
 Bytes are what a step allocates above weights, gradients and optimizer (allocation_tracker.py). Seconds are minima
-over --repeats steps, in which cases of one layout take turns with the calibration's small step. What that step takes
-now over what it took in the calibration is the drift of the machine's speed meanwhile; `ratio` is planned over
-measured seconds as they are, `ratio at speed` with the drift taken out.
+over --repeats steps, in which each case takes turns with the calibration's small step in its layout. What a call of that
+step takes now over what it took in the calibration is the drift of the machine's speed meanwhile; `ratio` is planned
+over measured seconds as they are, `ratio at speed` with the drift taken out.
 """
 from __future__ import annotations
 
@@ -206,25 +206,32 @@ def seconds_of(cases: list[Case], repeats: int) -> list[dict[str, float]]:
     return [{call: min(step[call] for step in steps) for call in steps[0]} for steps in zip(*turns)]
 
 
-def check_seconds(cases: dict[str, dict], rates: str, repeats: int) -> list[dict]:
-    """Of cases of one layout, by case and call, and all calls of a case together."""
+def check_seconds(name: str, options: dict, rates: str, repeats: int) -> list[dict]:
+    """By call, and of all calls together, whose drift is that of what is planned for them."""
     hardware = hardware_of("cpu", rates)
-    layout = layout_of(next(iter(cases.values())))
-    then = next(r for r in json.loads(Path(rates).read_text())["references"] if layout_of(r["options"]) == layout)
+    references = json.loads(Path(rates).read_text())["references"]
+    then = next(step for step in references if layout_of(step["options"]) == layout_of(options))
     reference = Case.build(then["options"])
-    built = [Case.build(options, like=reference) for options in cases.values()]
-    now, *measured = seconds_of([reference, *built], repeats)
-    drift = sum(now.values()) / sum(then["seconds"].values())
-    rows = []
-    for name, case, taken in zip(cases, built, measured):
-        found = step_seconds(shape_of(case.policy.config, dist.get_world_size()), hardware)
-        calls = {call: (found[call].total(), taken[call]) for call in taken if call in found}
-        calls["all"] = tuple(map(sum, zip(*calls.values())))
-        for call, (planned, seconds) in calls.items():
-            ratio = planned / seconds
-            row = dict(case=name, call=call, planned=planned, measured=seconds, ratio=ratio, drift=drift)
-            rows.append(row | dict(ratio_at_speed=ratio * drift))
-    return rows
+    case = Case.build(options, like=reference)
+    now, taken = seconds_of([reference, case], repeats)
+    found = step_seconds(shape_of(case.policy.config, dist.get_world_size()), hardware)
+    planned = {call: found[call].total() for call in taken if call in found}
+    at_speed = {call: seconds * now[call] / then["seconds"][call] for call, seconds in planned.items()}
+    measured = {call: taken[call] for call in planned}
+    for column in (planned, at_speed, measured):
+        column["all"] = sum(column.values())
+    return [
+        dict(
+            case=name,
+            call=call,
+            planned=planned[call],
+            measured=seconds,
+            ratio=planned[call] / seconds,
+            drift=at_speed[call] / planned[call],
+            ratio_at_speed=at_speed[call] / seconds,
+        )
+        for call, seconds in measured.items()
+    ]
 
 
 def parse(argv: list[str] | None = None) -> tuple[dict[str, dict], argparse.Namespace]:
@@ -249,10 +256,8 @@ def main() -> int:
     cases, args = parse()
     if args.rates is None:
         rows = check_bytes(cases)
-    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        rows = check_seconds(cases, args.rates, args.repeats)
-    else:  # a layout's process groups end where the next one's begin
-        rows = [row for name in cases for row in check_seconds({name: cases[name]}, args.rates, args.repeats)]
+    else:
+        rows = [row for name, options in cases.items() for row in check_seconds(name, options, args.rates, args.repeats)]
     if int(os.environ.get("RANK", "0")):
         return 0
     if args.json:

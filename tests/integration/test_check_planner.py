@@ -23,7 +23,7 @@ def test_seconds_are_compared_call_by_call_with_the_rates_of_this_machine(monkey
     for call in ("capture", "rollout", "replay", "prefix_backward"):
         assert set(hardware.corrections[call]) == {"work", "cp", "tp", "pp"}
     assert set(hardware.corrections["optimizer"]) == {"work", "dp"}
-    rows = check_seconds({"tiny": TINY}, str(file), repeats=1)
+    rows = check_seconds("tiny", TINY, str(file), repeats=1)
     assert [row["call"] for row in rows] == ["capture", "rollout", "replay", "prefix_backward", "optimizer", "all"]
     assert all(row["planned"] > 0 and row["measured"] > 0 for row in rows)
     *calls, total = rows
@@ -42,7 +42,7 @@ def assert_drift_is_to_the_step_of_the_same_layout(file, drift):
     calls = rates["references"][0]["seconds"]
     rates["references"][0]["seconds"] = {call: 1000 * seconds for call, seconds in calls.items()}
     file.write_text(json.dumps(rates))
-    [*_, total] = check_seconds({"tiny": TINY}, str(file), repeats=1)
+    [*_, total] = check_seconds("tiny", TINY, str(file), repeats=1)
     assert 1e-4 < total["drift"] < 1e-2
     assert total["ratio_at_speed"] == pytest.approx(total["planned"] / total["measured"] * total["drift"])
 
