@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from check_planner import Case, seconds_of, world_size_of
 
 from megatron_longstraw.attention.kernels import attend, attend_backward
+from megatron_longstraw.interruption import end_with_parent
 from megatron_longstraw.mcore.calls import capture, replay
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, hardware_of
 from megatron_longstraw.planner.seconds import LINKS, TOUCHED, by_link
@@ -228,7 +229,7 @@ def peers(work: Callable, world_size: int, *arguments: object) -> Iterator[Calla
     with tempfile.TemporaryDirectory() as folder:
         turns, results = [context.Queue() for _ in range(world_size)], context.Queue()
         started = [
-            context.Process(target=work, args=(rank, folder, turns[rank], results, *arguments), daemon=True)
+            context.Process(target=_ending_with_us, args=(work, rank, folder, turns[rank], results, *arguments), daemon=True)
             for rank in range(world_size)
         ]
         for peer in started:
@@ -244,6 +245,11 @@ def peers(work: Callable, world_size: int, *arguments: object) -> Iterator[Calla
             queue.put(None)
         for peer in started:
             peer.join()
+
+
+def _ending_with_us(work: Callable, *arguments: object) -> None:
+    end_with_parent()
+    work(*arguments)
 
 
 def _reference(rank: int, folder: str, turns: Queue, results: Queue, world_size: int, num_threads: int, rates: dict):

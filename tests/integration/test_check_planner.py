@@ -7,6 +7,7 @@ import torch
 import calibrate
 from check_planner import check_seconds
 from megatron_longstraw.planner.hardware import CALIBRATED, hardware_of
+from tests.orphans import assert_none_is_left
 
 TINY = dict(num_layers=2, hidden_size=32, ffn_hidden_size=64, vocab_size=100, max_prompt_length=33, max_response_length=4)
 
@@ -45,6 +46,25 @@ def assert_drift_is_to_the_step_of_the_same_layout(file, drift):
     [*_, total] = check_seconds("tiny", TINY, str(file), repeats=1)
     assert 1e-4 < total["drift"] < 1e-2
     assert total["ratio_at_speed"] == pytest.approx(total["planned"] / total["measured"] * total["drift"])
+
+
+HELD = """
+from calibrate import peers
+
+def work(rank, folder, turns, results):
+    results.put(rank)
+    while True:
+        turns.get()
+
+if __name__ == "__main__":
+    with peers(work, 1) as run:
+        run(0)
+        die()
+"""
+
+
+def test_nothing_of_a_killed_calibration_is_left(tmp_path):
+    assert_none_is_left(HELD, tmp_path)
 
 
 def test_points_only_grow():

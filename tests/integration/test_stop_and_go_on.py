@@ -2,9 +2,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from megatron_longstraw.interruption import Interrupted
 from megatron_longstraw.mcore.checkpoint_folder import candidates
 from megatron_longstraw.rollout import generate
 from tests.helpers import TINY, random_groups
+from tests.orphans import assert_none_is_left
 
 OPTIONS = TINY | dict(
     prompt_function=f"{__name__}:prompts", reward_function=f"{__name__}:reward", train_iters=4, train_batch_size=3,
@@ -218,30 +216,15 @@ def test_a_folder_that_cannot_be_written_stops_with_the_last_checkpoint_kept(tmp
 
 
 SAVES_AND_DIES = """
-import os, signal, sys
-from pathlib import Path
 from megatron_longstraw.mcore.checkpoint import save_weights
 from tests.helpers import tiny_policy
 
 if __name__ == "__main__":
     save_weights(tiny_policy().chunks, sys.argv[1], "")
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    print("children:", children, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
+    die()
 """
 
 
 def test_nothing_of_a_killed_rank_is_left(tmp_path):
     """Megatron's writer has a process of its own for results."""
-    script = tmp_path / "saves_and_dies.py"
-    script.write_text(SAVES_AND_DIES)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, script, tmp_path / "checkpoints"]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=120)
-    assert done.returncode == -signal.SIGKILL
-    children = [int(pid) for pid in done.stdout.partition("children:")[2].split()]
-    assert children
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in children):
-        assert time.monotonic() < deadline, children
-        time.sleep(0.05)
+    assert_none_is_left(SAVES_AND_DIES, tmp_path, tmp_path / "checkpoints")
