@@ -3,7 +3,7 @@
     python tools/calibrate.py cpu.json [--bf16]
     python -m megatron_longstraw.planner --config my_run.toml --hardware cpu --rates cpu.json
 
-Takes two minutes. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS), in
+Takes five minutes. Each point is the minimum of repeats, on as many threads as PyTorch is given (OMP_NUM_THREADS), in
 one process; `link` is an all-gather between two. Then a small step runs on one rank and on two, in three layouts:
 what its calls take beyond what the points say, and their messages beyond `link`, is kept as `corrections`. Give the
 precision that is planned for. The small steps are kept too (`references`), so that tools/check_planner.py can tell how
