@@ -14,13 +14,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import contextmanager
-from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -30,9 +29,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent))
 
 from check_planner import Case, seconds_of, world_size_of
+from workers import Worker
 
 from megatron_longstraw.attention.kernels import attend, attend_backward
-from megatron_longstraw.interruption import end_with_parent
 from megatron_longstraw.mcore.calls import capture, replay
 from megatron_longstraw.planner.hardware import ATTENTION_BACKWARD, hardware_of
 from megatron_longstraw.planner.seconds import LINKS, TOUCHED, by_link
@@ -82,8 +81,6 @@ LAYOUTS: tuple[dict[str, int], ...] = (
 REFERENCE_STEPS = 2
 ROUNDS = 5
 """Times that the layouts take turns with the small step, so that a slow minute does not fall on one of them alone."""
-PEERS_TIMEOUT_S = 300
-"""For two processes to start, meet and send, or to do their steps."""
 MESSAGES = (2**10, 2**14, 2**18, 2**22)
 
 
@@ -197,77 +194,60 @@ def overheads(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
-def _peer(rank: int, folder: str, turns: Queue, results: Queue) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    points = []
-    for num_bytes in MESSAGES:
-        own, both = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 2)
-        taken = []
-        for _ in range(20):  # a fixed number, so that both do equally many
-            start = time.perf_counter()
-            dist.all_gather_into_tensor(both, own)
-            taken.append(time.perf_counter() - start)
-        points.append((float(num_bytes), min(taken)))
-    if rank == 0:
-        results.put(points)
-    dist.destroy_process_group()
+class Peer:
+    """One rank of some that meet, in a Worker's process."""
+
+    def __init__(self, rank: int, world_size: int, folder: str, num_threads: int):
+        torch.set_num_threads(num_threads)
+        store = dist.FileStore(f"{folder}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        self.world_size, self.rates_file = world_size, Path(folder) / f"rates{rank}.json"
+
+    def messages(self) -> list[tuple[float, float]]:
+        points = []
+        for num_bytes in MESSAGES:
+            own, both = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 2)
+            taken = []
+            for _ in range(20):  # a fixed number, so that both do equally many
+                start = time.perf_counter()
+                dist.all_gather_into_tensor(both, own)
+                taken.append(time.perf_counter() - start)
+            points.append((float(num_bytes), min(taken)))
+        return points
+
+    def step(self, options: dict, rates: dict) -> dict[str, tuple[float, Counter[str]]]:
+        """(measured seconds, planned seconds by kind) of each call of the small step."""
+        case = Case.build(options)
+        [measured] = seconds_of([case], REFERENCE_STEPS)
+        self.rates_file.write_text(json.dumps(rates | {"corrections": {}}))
+        planned = by_link(shape_of(case.policy.config, self.world_size), hardware_of("cpu", str(self.rates_file)))
+        return {call: (measured[call], planned[call]) for call in measured}
+
+
+@contextmanager
+def peers(world_size: int, num_threads: int) -> Iterator[Callable[..., Any]]:
+    """What has a method of Peer run by all ranks, and returns the first one's answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            Worker(f"rank {rank} of {world_size}", Peer, rank, world_size, folder, num_threads) for rank in range(world_size)
+        ]
+
+        def ask(*request: object) -> Any:
+            for worker in started:
+                worker.connection.send(request)
+            return [worker.answer() for worker in started][0]
+
+        for worker in started:
+            worker.answer()
+        yield ask
+        for worker in started:
+            worker.stop()
 
 
 def link_points() -> list[tuple[float, float]]:
     """Bytes sent to one peer."""
-    with peers(_peer, 2) as run:
-        return run(None)
-
-
-@contextmanager
-def peers(work: Callable, world_size: int, *arguments: object) -> Iterator[Callable[[object], Any]]:
-    """New processes in `work(rank, folder, turns, results, *arguments)`, and what gives each a turn and waits for what
-    the first of them puts into `results`."""
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        turns, results = [context.Queue() for _ in range(world_size)], context.Queue()
-        started = [
-            context.Process(target=_ending_with_us, args=(work, rank, folder, turns[rank], results, *arguments), daemon=True)
-            for rank in range(world_size)
-        ]
-        for peer in started:
-            peer.start()
-
-        def run(turn: object) -> Any:
-            for queue in turns:
-                queue.put(turn)
-            return results.get(timeout=PEERS_TIMEOUT_S)
-
-        yield run
-        for queue in turns:
-            queue.put(None)
-        for peer in started:
-            peer.join()
-
-
-def _ending_with_us(work: Callable, *arguments: object) -> None:
-    end_with_parent()
-    work(*arguments)
-
-
-def _reference(rank: int, folder: str, turns: Queue, results: Queue, world_size: int, num_threads: int, rates: dict):
-    """Turns are options of the small step; of each (measured seconds, planned seconds by kind) by call."""
-    torch.set_num_threads(num_threads)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    file = Path(folder) / f"rates{rank}.json"
-    file.write_text(json.dumps(rates | {"corrections": {}}))
-    hardware = hardware_of("cpu", str(file))
-    for options in iter(turns.get, None):
-        case = Case.build(options)
-        [measured] = seconds_of([case], REFERENCE_STEPS)
-        planned = by_link(shape_of(case.policy.config, world_size), hardware)
-        if rank == 0:
-            results.put({call: (measured[call], planned[call]) for call in measured})
-    dist.barrier()
-    dist.destroy_process_group()
+    with peers(2, num_threads=1) as ask:
+        return ask("messages")
 
 
 def references(rates: dict, options: dict) -> tuple[list[dict], dict[str, dict[str, float]]]:
@@ -275,9 +255,9 @@ def references(rates: dict, options: dict) -> tuple[list[dict], dict[str, dict[s
     by what steps on two take beyond their work."""
     layouts = [options | layout for layout in LAYOUTS]
     threads = torch.get_num_threads()
-    with peers(_reference, 1, 1, threads, rates) as alone, peers(_reference, 2, 2, threads, rates) as both:
-        turn = {1: alone, 2: both}
-        rounds = [[turn[world_size_of(own)](own) for own in layouts] for _ in range(ROUNDS)]
+    with peers(1, threads) as alone, peers(2, threads) as both:
+        ask = {1: alone, 2: both}
+        rounds = [[ask[world_size_of(own)]("step", own, rates) for own in layouts] for _ in range(ROUNDS)]
     steps: list[dict] = []
     factors: dict[str, dict[str, float]] = {}
     for own, found in zip(layouts, zip(*rounds)):

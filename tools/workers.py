@@ -1,5 +1,5 @@
-"""What the benchmarks share: their flags, and every contender in a process of its own, measured once and then timed in
-turns.
+"""Objects in processes of their own (Worker), and what the benchmarks share: their flags, and every contender in such a
+process, measured once and then timed in turns.
 
 A contender is an object with two methods, built inside its process:
 
@@ -44,7 +44,7 @@ def bench_parser(description: str, prompt_tokens: int, what: str, known: Collect
 
 
 def serve(connection, build: Callable, *args) -> None:
-    """Process of one contender: build it, then answer (method, arguments) requests until told to stop (None)."""
+    """Process of one object: build it, then answer (method, arguments) requests until told to stop (None)."""
     try:
         contender = build(*args)
         connection.send((True, None))
@@ -57,7 +57,7 @@ def serve(connection, build: Callable, *args) -> None:
 
 
 class Worker:
-    """The parent's end of a contender's process."""
+    """The parent's end of such a process, which ends when the parent does."""
 
     def __init__(self, name: str, build: Callable, *args):
         self.name = name

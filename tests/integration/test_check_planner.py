@@ -51,14 +51,8 @@ def assert_drift_is_to_the_step_of_the_same_layout(file, drift):
 HELD = """
 from calibrate import peers
 
-def work(rank, folder, turns, results):
-    results.put(rank)
-    while True:
-        turns.get()
-
 if __name__ == "__main__":
-    with peers(work, 1) as run:
-        run(0)
+    with peers(2, num_threads=1):
         die()
 """
 
